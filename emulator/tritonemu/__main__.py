@@ -403,13 +403,13 @@ def _check(options: argparse.Namespace, is_clean: Callable[[str], bool]) -> int:
     """Run the program under each schedule but those known to be clean; return the exit status."""
     draws = bool(options.trace or options.svg or options.html)
     search = Search(options.search, options.schedules, options.depth, only=options.schedule)
-    told = Reports()  # of the first schedule
+    noted = Reports()  # of the first schedule
     for order in search:
         if is_clean(str(order)):
             continue
         first = search.tried == 1
         reports, failed = _run(options, order, trace=draws and first, quiet=not first)
-        told = reports if first else told
+        noted = reports if first else noted
         if failed and not reports.findings and str(order) != "modelled":
             error = WrongResult(f"the program fails under this schedule:\n{failed}", ("", 0))
             error.schedule, error.report = str(order), reports[0] if reports else None
@@ -425,7 +425,7 @@ def _check(options: argparse.Namespace, is_clean: Callable[[str], bool]) -> int:
                 error.report = again[0] if again and not again.findings else error.report
             if draws and error.report is not None and error.report.timeline:
                 _draw(options, error.report, error)
-            _write(options, report_of(error, replay, search, told))
+            _write(options, report_of(error, replay, search, noted))
             return UNCHECKED if isinstance(error, Unsupported) else FOUND
         if failed:
             print(f"{failed}\n  {_command(options, str(order))}", file=sys.stderr)
@@ -434,9 +434,9 @@ def _check(options: argparse.Namespace, is_clean: Callable[[str], bool]) -> int:
             print(_summaries(reports))
             if draws:
                 _draw(options, reports[0])
-    count = unjudged(told).total()
+    count = unjudged(noted).total()
     print(f"nothing found under {search}{f'; {count} not judged' * bool(count)}")
-    _write(options, report_of(None, "", search, told))
+    _write(options, report_of(None, "", search, noted))
     return CLEAN
 
 

@@ -168,5 +168,6 @@ def _location(kernel: JITFunction, error: BaseException) -> Location:
     line = getattr(getattr(error, "node", None), "lineno", 0)
     if not line or error.src != kernel.src:
         return "", 0
-    before = next(i for i, text in enumerate(kernel.raw_src) if text.lstrip().startswith("def "))
-    return kernel.fn.__code__.co_filename, kernel.starting_line_number + before + line - 1
+    starts = (text.lstrip().startswith("def ") for text in kernel.raw_src)
+    first = kernel.starting_line_number + [*starts].index(True)
+    return kernel.fn.__code__.co_filename, first + line - 1

@@ -744,7 +744,7 @@ def _meeting(function: Callable) -> Callable:
 for _name in _MEETING:
     OPERATIONS[_name] = _meeting(OPERATIONS[_name])
 
-# Operations that do more than to compute a value.
+# Operations that do more than compute a value.
 _ACTING = (
     *("load", "store", "advance", "make_tensor_descriptor", "load_tensor_descriptor"),
     *("store_tensor_descriptor", "expect_zero", "assume", "device_assert", "device_print"),

@@ -9,7 +9,7 @@ Masked-off lanes may point anywhere. If int32 cannot count the elements of a ten
 which one has overflowed is `OutOfBounds`, too, wherever it points.
 
 Undefined values: a masked-off lane of a load without `other` reads what `undefined` says. To store
-one, or a NaN that grew out of one, is an `UndefinedValue`.
+one, or what depends on one, is an `UndefinedValue`; so is an address or a mask that does.
 
 Races: two plain accesses to an element, one of them a store, are a `Race` unless one happens before
 the other (see `clocks`). So are a reduction of TMA and a plain access; two reductions are not. A
@@ -413,8 +413,8 @@ class Memory:
         used, chosen = (index, ...) if active is None else (index[active], active)
         whose = f"of a {what} of {region.name}"
         if what != "load":
-            self._check_lanes(region, f"the mask {whose}", mask, index.shape, ...)
-        self._check_lanes(region, f"an address {whose}", pointer, index.shape, chosen)
+            self._check_lanes(region, mask, index.shape, ..., f"the mask {whose}")
+        self._check_lanes(region, pointer, index.shape, chosen, f"an address {whose}")
         if pointer.exact is not None:
             self._check_exact(region, what, pointer, index, active)
         if used.numel():
@@ -474,14 +474,15 @@ class Memory:
         return of([torch.where(on, whole, value) for on, value in pairs], dtype, source)
 
     def _check_lanes(
-        self, region: Region, what: str, value: Any, shape: torch.Size, chosen: Any
+        self, region: Region, value: Any, shape: torch.Size, chosen: Any, what: str = ""
     ) -> None:
-        """Raise UndefinedValue if a lane of a value is undefined, of those that count."""
+        """Raise UndefinedValue if one of these lanes is undefined, of a value to be stored or of
+        something else."""
         if isinstance(value, Undefined) and bool(value.lanes.expand(shape)[chosen].any()):
-            refuse(what, value.source, region.name)
+            refuse(what or f"{region.name} gets a value that", value.source, region.name)
 
     def _check_defined(self, region: Region, raw: torch.Tensor) -> None:
-        """Raise UndefinedValue if an element to be stored came from an undefined float."""
+        """Raise UndefinedValue if an element to be stored has the mark of an undefined lane."""
         loads = self._launch.undefined
         if not loads:
             return
@@ -524,7 +525,7 @@ class Memory:
             raise InvalidKernel(f"mask must not be larger than the pointers, got {pointer!r}")
         raw = to_raw(value.data, region.dtype).expand(index.shape)
         chosen, size = ... if active is None else active, index.numel()
-        self._check_lanes(region, f"{region.name} gets a value that", value, index.shape, chosen)
+        self._check_lanes(region, value, index.shape, chosen)
         index, raw = index[chosen].reshape(-1), raw[chosen].reshape(-1)
         self._check_defined(region, raw)
         access = self._judge(region, by, _rows, index, raw)
@@ -567,11 +568,9 @@ class Memory:
         region, index, active = self._lanes("atomic", pointer, mask)
         dtype, chosen = region.dtype, ... if active is None else active
         operands = [cast(v, dtype) for v in values]
-        for each in operands:
-            what = f"{region.name} gets a value that"
-            self._check_lanes(region, what, each, index.shape, chosen)
         data = [each.data.expand(index.shape)[chosen].reshape(-1) for each in operands]
-        for operand in data:
+        for each, operand in zip(operands, data, strict=True):
+            self._check_lanes(region, each, index.shape, chosen)
             self._check_defined(region, to_raw(operand, dtype))
         where = index[chosen].reshape(-1)
         count = where.numel()
@@ -677,8 +676,7 @@ class Memory:
         raw = to_raw(data, dtype)
         stored = None if update else raw
         access = self._judge(region, by, window.of, ..., stored, reduces=bool(update))
-        what = f"{region.name} gets a value that"
-        self._check_lanes(region, what, value, value.data.shape, window.inside)
+        self._check_lanes(region, value, value.data.shape, window.inside)
         self._check_defined(region, raw)
         target.copy_(raw)
         if self._threads is not None and by is None:

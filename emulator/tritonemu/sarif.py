@@ -30,9 +30,9 @@ def as_sarif(
         findings = [_finding(report["found"], folder)] if report["found"] else []
         findings += [_allowed(each, folder) for each in report.get("allowed", ())]
         results += [each for each in findings if each not in results]
-        told = [_notification("note", note) for note in report.get("notes", ())]
-        told += [_not_judged(each, folder) for each in report.get("unjudged", ())]
-        notes += [each for each in told if each not in notes]
+        notifications = [_notification("note", note) for note in report.get("notes", ())]
+        notifications += [_not_judged(each, folder) for each in report.get("unjudged", ())]
+        notes += [each for each in notifications if each not in notes]
     notes += [_notification("error", f"{program} was not checked") for program in unchecked]
     kinds = sorted({result["ruleId"] for result in results})
     driver = {
@@ -85,8 +85,8 @@ def _allowed(each: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def _not_judged(each: dict[str, Any], folder: Path) -> dict[str, Any]:
     times = Counter({(each["file"], each["line"], each["question"]): each["times"]})
-    told = _notification("warning", *unjudged_messages(times))
-    return told | {"locations": [_location(folder, **_at(each))]}
+    warning = _notification("warning", *unjudged_messages(times))
+    return warning | {"locations": [_location(folder, **_at(each))]}
 
 
 def _at(call: dict[str, Any]) -> dict[str, Any]:

@@ -84,9 +84,9 @@ class Block:
     def within(self, other: "Block") -> tuple[torch.Tensor, torch.Tensor]:
         """Return a mask of the elements that another block has, too, and their positions there."""
         order = other.index.argsort()
-        place = torch.searchsorted(other.index[order], self.index).clamp(max=len(order) - 1)
-        both = other.index[order[place]] == self.index
-        return both, other.positions[order[place[both]]]
+        where = torch.searchsorted(other.index[order], self.index).clamp(max=len(order) - 1)
+        both = other.index[order[where]] == self.index
+        return both, other.positions[order[where[both]]]
 
 
 @dataclass(frozen=True)

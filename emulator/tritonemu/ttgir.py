@@ -175,8 +175,8 @@ class Module:
     ) -> bool | None:  # fmt: skip
         """Compare how many of each have been moved before the loop; after others of its line."""
         begin = max(loop.outer, *(each.end * (each.end <= loop.begin) for each in loops))
-        before, body = self._steps[begin : loop.begin], self._steps[loop.begin : loop.end]
-        if load not in body or (nested and load in before):  # hoisted, or two loops are one
-            return True if load in before and not nested else None
-        ahead = before.count(load) / body.count(load) - before.count(store) / body.count(store)
+        peeled, body = self._steps[begin : loop.begin], self._steps[loop.begin : loop.end]
+        if load not in body or (nested and load in peeled):  # hoisted, or two loops are one
+            return True if load in peeled and not nested else None
+        ahead = peeled.count(load) / body.count(load) - peeled.count(store) / body.count(store)
         return distance < ahead or (distance == ahead and body.index(load) < body.index(store))

@@ -172,19 +172,19 @@ def on_each(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def apply(*args: Any, **kwargs: Any) -> Any:
-        found = _undefined(args)
-        if found is None and kwargs:
-            found = _undefined(kwargs.values())
-        if found is None:
+        first = _undefined(args)
+        if first is None and kwargs:
+            first = _undefined(kwargs.values())
+        if first is None:
             return function(*args, **kwargs)
         results, report = [], current().report
-        for number in range(1 + len(found.others)):
+        for number in range(1 + len(first.others)):
             named = {name: _chosen(value, number) for name, value in kwargs.items()}
             results.append(function(*_chosen(args, number), **named))
             if not number:
                 work, dots = WORK[:], report.dots
         WORK[:], report.dots = work, dots
-        return _joined(*results, source=found.source)
+        return _joined(*results, source=first.source)
 
     return apply
 
