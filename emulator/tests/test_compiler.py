@@ -39,7 +39,7 @@ def refused_kernel(y_ptr, n):
 def test_refusals_are_quoted():
     y = torch.zeros(1)
     refused(Unsupported, "Break", refused_kernel, y, 2)
-    with pytest.raises(InvalidKernel, match="the compiler refuses this kernel: .*Break"):
+    with pytest.raises(InvalidKernel, match="Triton refuses this kernel: .*Break"):
         run(refused_kernel, (1,), y, 2, compile=True)
 
 

@@ -163,8 +163,7 @@ def test_where_the_compiler_puts_buffers():
         bound = dict(zip(kernel.arg_names, one_and_two(), strict=False)) | options
         (calls, first), (_, second) = places(asm_of(kernel, "sm_90", bound, {}), "sm_90")
         assert (first != second) == apart
-        assert calls[0][0] == "gluon_kernels.py"  # of another folder, if that compiled it first
-    assert places({}, "sm_90") == []
+        assert calls[0][0] == "gluon_kernels.py"
 
 
 @pytest.mark.parametrize("bug", ("", "fence of consumer"))

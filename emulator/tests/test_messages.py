@@ -214,6 +214,7 @@ def test_a_report_without_a_finding(script, tmp_path, capsys):
         "found": None,
         "notes": [],
         "allowed": [],
+        "unjudged": [],
         "covered": {
             "search": "exhaustive", "schedules": 2, "exhausted": True, "classes": 1,
             "redundant": 0,

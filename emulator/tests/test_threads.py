@@ -3,6 +3,8 @@
 That a barrier lies between, or does not, is asked of the PTX that Triton makes of each for sm_90.
 """
 
+import json
+import re
 import subprocess
 import sys
 
@@ -12,10 +14,11 @@ import triton
 import triton.language as tl
 
 from emulator.tests.checking import place, refused
-from tritonemu import Race, run
+from tritonemu import InvalidKernel, Race, execution, processes, run
 from tritonemu.__main__ import main
 from tritonemu.assembly import Code
 from tritonemu.compiler import asm_of
+from tritonemu.ttgir import Module
 
 B = 512
 # Since triton-lang/triton#10816 warps meet before a release and after an acquisition.
@@ -76,6 +79,27 @@ def repaired_kernel(x, HOW: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def scratch_kernel(x, scratch, y, steps, SHIFT: tl.constexpr, HOW: tl.constexpr):
+    """Rows change places through a scratch tile that is used again."""
+    r, c = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    for k in range(steps):
+        if HOW == "barrier":
+            tl.debug_barrier()
+        tl.store(scratch + r * 64 + c, tl.load(x + (k * 64 + r) * 64 + c))  # overwrites
+        tl.debug_barrier()
+        moved = tl.load(scratch + (r + SHIFT) % 64 * 64 + c)  # reads
+        tl.store(y + (k * 64 + r) * 64 + c, moved)
+
+
+@triton.jit
+def swapped_kernel(x, BLOCK: tl.constexpr):
+    """Values change places within a thread."""
+    i = tl.arange(0, BLOCK)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    even, odd = tl.split(tl.load(x + i))
+    tl.store(x + i, tl.join(odd, even))
+
+
+@triton.jit
 def scalar_kernel(x, y, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     tl.store(x, 5)
@@ -122,9 +146,13 @@ def last_kernel(parts, count, out, HOW: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(out + i, total)
 
 
+def meets(code, first, second):
+    return code.meets(("store", first), second, ("load", "atomic"))
+
+
 def code_of(kernel, *args, **constants):
     bound = dict(zip(kernel.arg_names, args, strict=False)) | constants
-    return Code.of(asm_of(kernel, "sm_90", bound, {"num_warps": 4}))
+    return Code(asm_of(kernel, "sm_90", bound, {"num_warps": 4})["ptx"])
 
 
 def test_a_load_at_another_place_of_the_block_needs_a_barrier():
@@ -196,19 +224,19 @@ TTGIR = """
 
 
 def test_layouts_of_the_compiler_say_which_warp_has_what():
-    code = Code("", TTGIR)
-    store, row, linear = (("c.py", 5), "store"), (("/x/c.py", 7), "load"), (("c.py", 5), "load")
-
-    def one_warp(position, other=row, size=2048):
-        return code.is_of_one_warp(store, other, size, torch.tensor([position]))
-
+    module, size = Module(TTGIR), 2048
+    store, row = (
+        module.warps_of(step, size) for step in (("store", ("c.py", 5)), ("load", ("/x/c.py", 7)))
+    )
     # Warps of the store: 0 and 1 have 64 columns each of two rows, by turns, 2 and 3 those below.
     # Of the load, warp w has elements 128 w to 128 w + 127 of every 512.
     expected = {0: (0, 0), 100: (1, 0), 128: (0, 1), 200: (1, 1), 256: (0, 2), 512: (2, 0)}
     expected |= {3 * 256 + 64: (3, 2), 1024 + 64: (1, 0), 5 * 256 + 130: (0, 3)}
-    for position, (store_warp, load_warp) in expected.items():
-        assert one_warp(position) == (store_warp == load_warp)
-    assert one_warp(100, linear) and one_warp(100, size=1024) and one_warp(100, (("d", 1), "load"))
+    for position, warps in expected.items():
+        assert (store[position], row[position]) == warps
+    assert module.warps_of(("load", ("c.py", 5)), size) is None  # of an unknown kind
+    assert module.warps_of(("store", ("c.py", 5)), 1024) is None
+    assert module.warps_of(("load", ("d.py", 1)), size) is None
 
 
 def test_a_store_to_another_thread_s_element_needs_a_barrier():
@@ -220,6 +248,32 @@ def test_a_store_to_another_thread_s_element_needs_a_barrier():
     (x,) = zeros(B)
     run(repaired_kernel, (1,), x, "barrier", B)
     assert int(x[-1]) == -1
+
+
+def scratch(dtype=torch.float32):
+    x = torch.randn(2, 64, 64).to(dtype)
+    return x, torch.zeros(64, 64, dtype=dtype), torch.zeros_like(x), 2
+
+
+def test_a_store_over_what_another_warp_still_loads_needs_a_barrier():
+    error = refused(
+        Race, "a warp stores to an element of scratch that another one may not have loaded yet",
+        scratch_kernel, *scratch(), 2, "", line="# overwrites",
+    )  # fmt: skip
+    assert error.other == place(scratch_kernel, "# reads")
+    x, *others = scratch()
+    report = run(scratch_kernel, (1,), x, *others, 2, "barrier")
+    assert torch.equal(others[1], x.roll(-2, 1)) and not report.unjudged
+    run(scratch_kernel, (1,), *scratch(), 2, "", num_warps=1)
+
+
+def test_a_store_over_what_the_same_warp_has_loaded_needs_none():
+    """Four warps have two rows each by turns, in which rows 32 apart are of one warp."""
+    assert not run(scratch_kernel, (1,), *scratch(), 32, "").unjudged
+    (x,) = zeros(2 * B)
+    x += torch.arange(2 * B, dtype=torch.int32)
+    assert not run(swapped_kernel, (1,), x, B).unjudged
+    assert torch.equal(x.view(B, 2).flip(1).reshape(-1), torch.arange(2 * B, dtype=torch.int32))
 
 
 def test_a_scalar_is_stored_by_one_thread():
@@ -267,12 +321,13 @@ def test_the_last_program_sees_all(how):
     assert torch.equal(out, 3 * torch.arange(B, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("how, meets", (("", False), ("barrier", True), ("counter", True)))
-def test_the_machine_code_says_so(how, meets):
+@pytest.mark.parametrize("how, answer", (("", False), ("barrier", True), ("counter", True)))
+def test_the_machine_code_says_so(how, answer):
     code = code_of(read_back_kernel, *zeros(B, B + 1), HOW=how, BLOCK=B)
     stores, loads = (place(read_back_kernel, f"# {text}") for text in ("stores", "loads"))
-    assert code.meets(stores, loads) == meets
-    assert code.meets(loads, ("elsewhere.py", 1))
+    assert meets(code, stores, loads) is answer
+    assert meets(code, stores, ("elsewhere.py", 1)) is None
+    assert meets(code, ("elsewhere.py", 1), loads) is None
 
 
 def test_a_scalar_atomic_gives_its_result_through_shared_memory():
@@ -281,12 +336,12 @@ def test_a_scalar_atomic_gives_its_result_through_shared_memory():
     stores, counts, gathers = (
         place(last_kernel, f"# {text}") for text in ("stores", "counts", "gathers")
     )
-    assert code.meets(stores, counts) == ATOMICS_MEET and code.meets(stores, gathers)
+    assert meets(code, stores, counts) is ATOMICS_MEET and meets(code, stores, gathers)
     code = code_of(locked_kernel, *zeros(1, B), HOW="", BLOCK=B)
     released = [place(locked_kernel, f"# {text}") for text in ("stores", "releases")]
-    assert code.meets(*released) == ATOMICS_MEET
+    assert meets(code, *released) is ATOMICS_MEET
     code = code_of(locked_kernel, *zeros(1, B), HOW="barrier", BLOCK=B)
-    assert code.meets(*released)
+    assert meets(code, *released)
 
 
 PROGRAM = """
@@ -325,6 +380,49 @@ def test_the_command_and_a_project_let_it_pass(program, capsys):
     settings = program.parent / "pyproject.toml"
     settings.write_text("[tool.tritonemu]\nallow-unguarded = false\n")
     assert main([target]) == 1
+
+
+def test_a_program_under_another_name_is_judged_alike(program, monkeypatch, capsys):
+    """Triton takes the code of both for one, in which the lines are those of the first file."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(program.parent / "cache"))
+    program.with_name("copied.py").write_text(PROGRAM)
+    for name in (program.name, "copied.py"):
+        assert main([f"{name}:test_turn"]) == 1
+        place = program.with_name(name)
+        assert capsys.readouterr().err.startswith(f"Race (schedule modelled): {place}:9: ")
+
+
+SILENT = "could not judge 1 access at {0}:9: the compiled code does not tell whether warps meet"
+
+
+def test_what_the_code_does_not_tell_is_counted(program, monkeypatch, capsys):
+    monkeypatch.setattr(execution, "asm_of", lambda *_: {"ptx": "", "ttgir": ""})
+    files = [program.parent / name for name in ("r.json", "r.sarif")]
+    name, options = str(program), [f"--{file.suffix[1:]}={file}" for file in files]
+    assert main([*options, f"{name}:test_turn"]) == 0
+    out = capsys.readouterr().out
+    assert SILENT.format(name) in out
+    assert out.endswith("nothing found under the modelled and 4 random schedules; 1 not judged\n")
+    report, sarif = (json.loads(file.read_text()) for file in files)
+    question = f"whether warps meet between it and {name}:8"
+    told = {"file": name, "line": 9, "question": question, "times": 1}
+    assert report["unjudged"] == [told] and report["found"] is None
+    (invocation,) = (run["invocations"][0] for run in sarif["runs"])
+    (notification,) = invocation["toolExecutionNotifications"]
+    assert notification["level"] == "warning" and SILENT.format(name) in str(notification)
+    assert notification["locations"][0]["physicalLocation"]["region"] == {"startLine": 9}
+    ran = [{"program": name, "status": 0, "report": report}]
+    assert processes.summary(ran) == "1 programs: 1 nothing found, not all judged"
+
+
+def test_what_does_not_compile_is_not_judged_in_silence(capfd):
+    wrong = {"ptx_options": "--no-such-option"}
+    reason = r"Triton refuses this kernel: ptxas\S* fatal : Unknown option '-no-such-option'$"
+    with pytest.raises(InvalidKernel) as caught:
+        run(read_back_kernel, (1,), *zeros(B, B + 1), "", B, **wrong)
+    assert re.search(reason, caught.value.args[0])
+    assert capfd.readouterr() == ("", "")
+    run(read_back_kernel, (1,), *zeros(B, B + 1), "barrier", B, **wrong)  # nobody asks
 
 
 def test_a_comment_allows_it(program):
@@ -366,7 +464,7 @@ $L__BB0_2:
 
 
 @pytest.mark.parametrize(
-    "between, meets",
+    "between, answer",
     (
         ("bar.warp.sync 0xffffffff;", False),
         ("st.shared.b32 [%r1], %r2;", False),
@@ -376,8 +474,8 @@ $L__BB0_2:
         ("bra.uni $L__BB0_2;", True),
     ),
 )
-def test_every_way_through_the_code_counts(between, meets):
+def test_every_way_through_the_code_counts(between, answer):
     code = Code(PTX.replace("{}", between))
-    assert not code.meets(("/x/c.py", 5), ("c.py", 6))
-    assert code.meets(("c.py", 5), ("c.py", 7)) == meets
-    assert code.meets(("c.py", 5), ("c.py", 8))  # not reached
+    assert meets(code, ("/x/c.py", 5), ("c.py", 6)) is False
+    assert meets(code, ("c.py", 5), ("c.py", 7)) is answer
+    assert meets(code, ("c.py", 5), ("c.py", 8))  # not reached

@@ -12,6 +12,7 @@ from emulator.tests.checking import B200, SCHEDULES, grid2, place, refused, tlx
 from tritonemu import Race, run
 from tritonemu.assembly import Code
 from tritonemu.compiler import asm_of
+from tritonemu.ttgir import Module
 
 pytestmark = pytest.mark.tlx
 
@@ -186,7 +187,7 @@ def views_kernel(x, y, N: tl.constexpr):
 def code_of(kernel, arguments, **constants):
     warps = constants.pop("num_warps", 4)
     bound = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
-    return Code.of(asm_of(kernel, "sm_100", bound, {"num_warps": warps}))
+    return Code(asm_of(kernel, "sm_100", bound, {"num_warps": warps})["ptx"])
 
 
 @pytest.mark.parametrize("how", ("", "each"))
@@ -345,8 +346,9 @@ def test_every_way_between_two_accesses_counts(between, open_):
     way = [("tensor load", ("/x/c.py", 5)), ("tensor store", ("c.py", 7))]
     assert code.is_open(way) == open_
     assert code.is_open([way[0], ("commit", ("c.py", 6)), way[1]]) == open_
-    assert not code.is_open(way[:1]) and not code.is_open([way[0], ("mma", ("c.py", 7))])
-    assert not code.is_open(way[::-1])
+    assert code.is_open(way[:1]) is None
+    assert code.is_open([way[0], ("mma", ("c.py", 7))]) is None
+    assert code.is_open(way[::-1]) is False
 
 
 TTGIR = """
@@ -358,11 +360,12 @@ TTGIR = """
 
 def test_linear_layouts_say_which_warp_has_what():
     def warps(bases: str):
-        return Code("", TTGIR.replace("LIST", bases)).warps_of(("c.py", 5), "tensor load", 64)
+        module = Module(TTGIR.replace("LIST", bases))
+        return module.warps_of(("tensor load", ("c.py", 5)), 64)
 
     rows, columns = torch.arange(8)[:, None], torch.arange(8)[None, :]
     expected = (rows // 4 + 2 * (columns // 4)).reshape(-1)
     assert torch.equal(warps("[[4, 0], [0, 4]]"), expected)
     assert warps("[[4, 0], [0, 0]]") is None  # two warps have each element
     assert warps("[[4, 0], [4, 4]]") is None
-    assert Code("", TTGIR).warps_of(("c.py", 5), "tensor load", 64) is None
+    assert warps("LIST") is None

@@ -51,7 +51,16 @@ from . import (
 from .errors import COMMAND, flags
 from .execution import BOUNDS
 from .gpu import ARCHITECTURES, BENCHMARKS, FAKE_MULTIPROCESSORS
-from .messages import allowed, allowed_messages, explain, page, report_of
+from .messages import (
+    allowed,
+    allowed_messages,
+    explain,
+    notes,
+    page,
+    report_of,
+    unjudged,
+    unjudged_messages,
+)
 from .orders import Order, order_of
 from .sarif import as_sarif
 from .search import KINDS, Search
@@ -161,10 +170,6 @@ def summary(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _notes(reports: list[Report]) -> list[str]:
-    return list(dict.fromkeys(note for report in reports for note in report.notes))
-
-
 def _summaries(reports: list[Report]) -> str:
     """Summarize the first launch of each kernel, with its name if there are others."""
     kernels: dict[str, list[Report]] = {}
@@ -176,8 +181,8 @@ def _summaries(reports: list[Report]) -> str:
             times = f", the first of {len(launches)} launches" if len(launches) > 1 else ""
             lines.append(f"{name}{times}:")
         lines.append(summary(launches[0]))
-    lines += [f"note: {note}" for note in _notes(reports)]
-    lines += allowed_messages(allowed(reports))
+    lines += [f"note: {note}" for note in notes(reports)]
+    lines += [*allowed_messages(allowed(reports)), *unjudged_messages(unjudged(reports))]
     return "\n".join(lines)
 
 
@@ -398,13 +403,13 @@ def _check(options: argparse.Namespace, is_clean: Callable[[str], bool]) -> int:
     """Run the program under each schedule but those known to be clean; return the exit status."""
     draws = bool(options.trace or options.svg or options.html)
     search = Search(options.search, options.schedules, options.depth, only=options.schedule)
-    notes: list[str] = []
-    passed = allowed([])
+    noted = Reports()  # of the first schedule
     for order in search:
         if is_clean(str(order)):
             continue
         first = search.tried == 1
         reports, failed = _run(options, order, trace=draws and first, quiet=not first)
+        noted = reports if first else noted
         if failed and not reports.findings and str(order) != "modelled":
             error = WrongResult(f"the program fails under this schedule:\n{failed}", ("", 0))
             error.schedule, error.report = str(order), reports[0] if reports else None
@@ -420,19 +425,18 @@ def _check(options: argparse.Namespace, is_clean: Callable[[str], bool]) -> int:
                 error.report = again[0] if again and not again.findings else error.report
             if draws and error.report is not None and error.report.timeline:
                 _draw(options, error.report, error)
-            remarks = (notes, passed) if not first else (_notes(reports), allowed(reports))
-            _write(options, report_of(error, replay, search, *remarks))
+            _write(options, report_of(error, replay, search, noted))
             return UNCHECKED if isinstance(error, Unsupported) else FOUND
         if failed:
             print(f"{failed}\n  {_command(options, str(order))}", file=sys.stderr)
             return UNCHECKED
         if first:
             print(_summaries(reports))
-            notes, passed = _notes(reports), allowed(reports)
             if draws:
                 _draw(options, reports[0])
-    print(f"nothing found under {search}")
-    _write(options, report_of(None, "", search, notes, passed))
+    count = unjudged(noted).total()
+    print(f"nothing found under {search}{f'; {count} not judged' * bool(count)}")
+    _write(options, report_of(None, "", search, noted))
     return CLEAN
 
 

@@ -1,16 +1,13 @@
-"""The machine code of a launch: the paths on which its warps meet, and which of them has what.
+"""The machine code of a launch: the paths on which its warps meet.
 
-PTX tells of the ways from one line of the source to another, and TTGIR of layouts. Whatever they do
-not tell counts as in order.
+PTX tells of the ways from one line of the source to another. Of lines that it does not tell of the
+answer is None.
 """
 
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from .errors import Location
 
@@ -49,110 +46,16 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True)
-class _Blocked:
-    """A blocked layout of a block of this shape: which warp has which element."""
-
-    shape: tuple[int, ...]
-    spans: tuple[int, ...]
-    warps: tuple[int, ...]
-    order: tuple[int, ...]
-
-    def warps_of(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the first warp that has each element, which is the one that stores it."""
-        index = torch.unravel_index(positions, self.shape)
-        number, step = torch.zeros_like(positions), 1
-        for dim in self.order:
-            number = number + index[dim] // self.spans[dim] % self.warps[dim] * step
-            step *= self.warps[dim]
-        return number
-
-
-@dataclass(frozen=True)
-class _Linear:
-    """A linear layout of a block of this shape. warps: dimension and bit of the place in the block
-    that each bit of the number of a warp is."""
-
-    shape: tuple[int, ...]
-    warps: tuple[tuple[int, int], ...]
-
-    def warps_of(self, positions: torch.Tensor) -> torch.Tensor:
-        index = torch.unravel_index(positions, self.shape)
-        bits = ((index[dim] >> bit & 1) << i for i, (dim, bit) in enumerate(self.warps))
-        return sum(bits, torch.zeros_like(positions))
-
-
-def _linear(sizes: tuple[int, ...], text: str) -> _Linear | None:
-    """Parse a linear layout; None if several warps have an element, or if no bit of its position
-    alone says which has it."""
-    lists = re.findall(r"(\w+) = \[((?:\[[\d, ]+\](?:, )?)*)\]", text)
-    bases = {
-        name: [tuple(map(int, base.split(","))) for base in re.findall(r"\[([\d, ]+)\]", each)]
-        for name, each in lists
-    }
-    steps = [max(base) for several in bases.values() for base in several if sum(base) == max(base)]
-    count = sum(map(len, bases.values()))
-    if len(steps) < count or any(step & step - 1 for step in steps) or "warp" not in bases:
-        return None
-    if not all(map(any, bases["warp"])):
-        return None
-    return _Linear(sizes, tuple((b.index(max(b)), max(b).bit_length() - 1) for b in bases["warp"]))
-
-
-def _blocked(sizes: tuple[int, ...], text: str) -> _Blocked:
-    lists = {
-        name: tuple(map(int, numbers.split(",")))
-        for name, numbers in re.findall(r"(\w+) = \[([\d, ]+)\]", text)
-    }
-    spans = zip(lists["sizePerThread"], lists["threadsPerWarp"], strict=True)
-    return _Blocked(sizes, tuple(a * b for a, b in spans), lists["warpsPerCTA"], lists["order"])
-
-
-_FORMS = {
-    "": r"tt\.(store|load) .*: tensor<([\dx]+)x!tt\.ptr<[^>]*>, (.*)> loc\((.*)\)$",
-    "tensor ": r"ttng\.tmem_(load|store) .*\btensor<([\dx]+)x\w+, (#\w+)>.* loc\((.*)\)$",
-}
-_PARSERS = {"blocked": _blocked, "tensor blocked": _blocked, "tensor linear": _linear}
-
-
-def _layouts(text: str) -> dict[Step, set[_Blocked | _Linear | None]]:
-    """Collect from TTGIR the layouts of the blocks that each line stores or loads, or None."""
-    known = re.findall(r"^(#\w+) = #ttg\.(\w+)<(.*)>$", text, re.MULTILINE)
-    layouts = {name: (kind, written) for name, kind, written in known}
-    places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, re.MULTILINE))
-    accessed: dict[Step, set[_Blocked | _Linear | None]] = {}
-    for memory, form in _FORMS.items():
-        for kind, shape, name, loc in re.findall(form, text, re.MULTILINE):
-            for _ in range(8):  # a name, or the call of a helper: what is in it comes first
-                inner = re.search(r"#loc\d*", loc)
-                loc = places.get(inner[0], "") if inner else loc
-            line = re.match(r'"(.*)":(\d+)', loc)
-            if line:
-                key = memory + kind, (line[1].rpartition("/")[2], int(line[2]))
-                layout, written = layouts.get(name, ("", ""))
-                sizes = tuple(map(int, shape.split("x")))
-                parse = _PARSERS.get(memory + layout, lambda sizes, written: None)
-                accessed.setdefault(key, set()).add(parse(sizes, written))
-    return accessed
-
-
 class Code:
-    """Machine code. PTX: the paths from one line of the source to another; TTGIR: which warps have
-    what.
+    """Machine code: the paths from one line of the source to another.
 
     Lines of inline assembly count on from that of the statement, so that of the first counts.
     """
 
-    @classmethod
-    def of(cls, asm: Mapping[str, Any]) -> "Code":
-        return cls(asm.get("ptx", ""), asm.get("ttgir", ""))
-
-    def __init__(self, text: str, layouts: str = ""):
-        self._layouts = _layouts(layouts)
+    def __init__(self, ptx: str):
         self._steps: list[_Step] = []
         self._labels: dict[str, int] = {}
-        self._known: dict[tuple[Any, ...], bool] = {}
-        for line, location in _placed(text):
+        for line, location in _placed(ptx):
             label = re.match(r"(\$?[\w$]+):", line)
             if label:
                 self._labels[label[1]] = len(self._steps)
@@ -167,50 +70,25 @@ class Code:
                 next_ = (target[1],) if target else ()
                 self._steps.append(_Step(kind, location, next_, ends))
 
-    def meets(
-        self, first: Location, second: Location, kinds: tuple[str, ...] = ("load", "atomic")
-    ) -> bool:
-        """Return whether the warps meet on every path from a store of the first line to an access
-        of the second; True if the code tells of no such accesses."""
-        key = tuple(first), tuple(second), kinds
-        if key not in self._known:
-            self._known[key] = not self._leads(*key)
-        return self._known[key]
+    def meets(self, first: Step, second: Location, kinds: tuple[str, ...]) -> bool | None:
+        """Return whether the warps meet on every path from the first access to one of these kinds
+        in the second line; None if the code does not tell of such accesses."""
+        begin, ends = self._at(first), {i for kind in kinds for i in self._at((kind, second))}
+        return (
+            self._reached(begin, ("barrier", "wait")).isdisjoint(ends) if begin and ends else None
+        )
 
-    def is_of_one_warp(
-        self, first: tuple[Location, str], second: tuple[Location, str], size: int,
-        positions: torch.Tensor,
-    ) -> bool:  # fmt: skip
-        """Return whether one warp makes both accesses of the elements at these positions of
-        blocks of this size; True if the code does not tell. first, second: location and kind of
-        an access."""
-        both = [self._layout(*each, size) for each in (first, second)]
-        if None in both or both[0] == both[1]:
-            return True
-        return torch.equal(*(each.warps_of(positions) for each in both))
-
-    def _layout(self, location: Location, kind: str, size: int) -> _Blocked | _Linear | None:
-        """Return the layout of blocks of this size that a line accesses, None if unknown."""
-        layouts = self._layouts.get((kind, short(location)), {None})
-        layout = next(iter(layouts)) if len(layouts) == 1 else None
-        return layout if layout and math.prod(layout.shape) == size else None
-
-    def warps_of(self, location: Location, kind: str, size: int) -> torch.Tensor | None:
-        """Return the warp that accesses each element of a block of this size, None if unknown."""
-        layout = self._layout(location, kind, size)
-        return None if layout is None else layout.warps_of(torch.arange(size))
-
-    def is_open(self, path: Sequence[Step]) -> bool:
+    def is_open(self, path: Sequence[Step]) -> bool | None:
         """Return whether warps need not meet on the path along these accesses, one after the other;
-        False if the code does not tell of the first or of the last one.
+        None if the code does not tell of the first or of the last one.
 
         Accesses between them that the code does not tell of are left out. Each of several
         instructions of the first one must have such a path.
         """
         first, *others = map(self._at, path)
-        return bool(first and others and others[-1]) and all(
-            self._follows({start}, filter(None, others)) for start in first
-        )
+        if not (first and others and others[-1]):
+            return None
+        return all(self._follows({start}, filter(None, others)) for start in first)
 
     def _follows(self, steps: set[int], others: Iterable[list[int]]) -> bool:
         for targets in others:
@@ -233,12 +111,6 @@ class Code:
                     if self._steps[index].kind not in barriers:
                         todo.append(index)
         return seen
-
-    def _leads(self, first: Location, second: Location, kinds: tuple[str, ...]) -> bool:
-        """Return whether there is a path without a barrier."""
-        reached = self._reached(self._at(("store", first)), ("barrier", "wait"))
-        ends = (self._steps[index] for index in reached)
-        return any(step.kind in kinds and step.location == short(second) for step in ends)
 
     def _after(self, index: int) -> Iterator[int]:
         step = self._steps[index]

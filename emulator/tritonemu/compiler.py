@@ -1,40 +1,72 @@
-"""Triton's own front end, or all of its compiler, on a launch, without a GPU."""
+"""Triton's own front end, or all of its compiler, on a launch, without a GPU.
+
+What is compiled here is kept in Triton's cache under keys of its own: Triton's do not name the
+files of the source, and the lines of a compiled kernel do (triton-lang/triton#11817).
+"""
 
 import contextlib
+import inspect
+import io
 import os
 import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
+from triton._utils import find_paths_if, get_iterable_path
+from triton.backends.compiler import BaseBackend, GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import ir, make_backend
 from triton.compiler.errors import CompilationError
-from triton.runtime.jit import JITFunction, mangle_type
+from triton.runtime.jit import JITFunction, native_specialize_impl
 
-from .errors import InvalidKernel, ResourceLimit
+from .errors import InvalidKernel, Location, ResourceLimit
 from .launch import SHARED_BYTES, TENSOR_COLUMNS
 
 
 def _source(kernel: JITFunction, arguments: Mapping[str, Any]) -> ASTSource:
-    signature, attributes = {}, {}
-    for index, p in enumerate(kernel.params):
-        if p.is_constexpr:
-            signature[p.name] = "constexpr"
-            continue
-        kind = p.annotation_type or mangle_type(arguments[p.name], not p.do_not_specialize)
-        signature[p.name] = kind
-        if isinstance(kind, str) and kind.startswith("*"):
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    constants = {name: arguments[name] for name, kind in signature.items() if kind == "constexpr"}
-    if not getattr(kernel, "is_gluon", bool)():
-        return ASTSource(kernel, signature, constants, attributes)
-    from triton.experimental.gluon._runtime import GluonASTSource
+    """Specialize a kernel for these arguments, as Triton does at a launch."""
+    signature, keys = {}, []
+    for p in kernel.params:
+        kind, key = "constexpr", None
+        if not p.is_constexpr:
+            special = not p.do_not_specialize, not p.do_not_specialize_on_alignment
+            value = arguments[p.name]
+            kind, key = native_specialize_impl(BaseBackend, value, p.is_const, *special)
+        signature[p.name] = p.annotation_type or kind
+        keys.append(None if kind == "constexpr" else key)
+    paths = find_paths_if(list(signature.values()), lambda _, kind: kind == "constexpr")
+    values = [arguments[p.name] for p in kernel.params]
+    constants = {path: get_iterable_path(values, path) for path in paths}
+    attributes = {
+        path: BaseBackend.parse_attr(get_iterable_path(keys, path))
+        for path in find_paths_if(keys, lambda _, key: isinstance(key, str))
+    }
+    kind = ASTSource
+    if getattr(kernel, "is_gluon", bool)():
+        from triton.experimental.gluon._runtime import GluonASTSource as kind
+    source = kind(kernel, signature, constants, attributes)
+    source.hash = lambda: f"{kind.hash(source)}-{'-'.join(_files(kernel, *constants.values()))}"
+    return source
 
-    return GluonASTSource(kernel, signature, constants, attributes)
+
+def _files(*values: Any) -> list[str]:
+    """List the names, without folders, of the files of these functions and of what they call."""
+    todo, seen = list(values), {}
+    while todo:
+        value = todo.pop()
+        if not isinstance(value, JITFunction) or id(value) in seen:
+            continue
+        seen[id(value)] = os.path.basename(value.fn.__code__.co_filename)
+        names = inspect.getclosurevars(value.fn)
+        for each in [*names.globals.values(), *names.nonlocals.values()]:
+            if isinstance(each, ModuleType) and not each.__name__.startswith("triton."):
+                todo += [getattr(each, name, None) for name in names.unbound]
+            todo += vars(each).values() if inspect.isclass(each) else [each]
+    return sorted(set(seen.values()))
 
 
 def target_of(arch: str) -> GPUTarget:
@@ -51,30 +83,35 @@ def ask_front_end(
     backend.load_dialects(context)
     parsed = backend.parse_options(dict(options))
     functions, modules = backend.get_codegen_implementation(parsed), backend.get_module_map()
-    try:
+    with _refusals(kernel, (CompilationError, RuntimeError)):  # of its parser: invalid IR
         _source(kernel, arguments).make_ir(target, parsed, functions, modules, context)
-    except (CompilationError, RuntimeError) as error:  # of its parser: the IR does not verify
-        raise InvalidKernel(f"Triton refuses this kernel: {error}", ("", 0)) from error
+
+
+def _compiled(
+    kernel: JITFunction, arch: str, arguments: Mapping[str, Any], options: Mapping[str, Any]
+) -> Any:
+    with _refusals(kernel, Exception):
+        source = _source(kernel, arguments)
+        return triton.compile(source, target=target_of(arch), options=dict(options))
+
+
+def asm_of(
+    kernel: JITFunction, arch: str, arguments: Mapping[str, Any], options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Compile a launch to Triton's `asm`: "ttgir", "ptx", ...; raises InvalidKernel if Triton
+    refuses it."""
+    return _compiled(kernel, arch, arguments, options).asm
 
 
 def compile_launch(
     kernel: JITFunction, arch: str, arguments: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
-    """Compile a launch, with pointers aligned to 16 bytes.
+    """Compile a launch.
 
-    Raises InvalidKernel if the compiler refuses it, and ResourceLimit if it needs more shared or
-    tensor memory than a CTA has. Warns if the compiler drops the `registers=` of tasks.
+    Raises InvalidKernel if Triton refuses it, and ResourceLimit if it needs more shared or tensor
+    memory than a CTA has. Warns if the compiler drops the `registers=` of tasks.
     """
-    with _diagnostics() as diagnostics:
-        try:
-            compiled = triton.compile(
-                _source(kernel, arguments), target=target_of(arch), options=dict(options)
-            )
-        except Exception as error:
-            lines = [line.strip() for line in f"{error}\n{diagnostics()}".splitlines()]
-            known = [line for line in lines if re.search(r"\berror\b", line, re.IGNORECASE)]
-            reason = next(iter(known or filter(None, reversed(lines))), type(error).__name__)
-            raise InvalidKernel(f"the compiler refuses this kernel: {reason}", ("", 0)) from error
+    compiled = _compiled(kernel, arch, arguments, options)
     columns = getattr(compiled.metadata, "tmem_size", 0) or 0
     for needs, has, what in (
         (
@@ -95,31 +132,42 @@ def compile_launch(
         )
 
 
-def asm_of(
-    kernel: JITFunction, arch: str, arguments: Mapping[str, Any], options: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Compile a launch to Triton's `asm`: "ttgir", "ptx", ...; empty if it is refused."""
-    source = _source(kernel, arguments)
-    with _diagnostics():
-        try:
-            return triton.compile(source, target=target_of(arch), options=dict(options)).asm
-        except Exception:  # `compile_launch` tells of these
-            return {}
-
-
 @contextlib.contextmanager
-def _diagnostics() -> Iterator[Any]:
-    """Capture the compiler's standard error output as text."""
-    with tempfile.TemporaryFile() as file:
-
-        def text() -> str:
-            file.seek(0)
-            return file.read().decode(errors="replace")
-
+def _refusals(kernel: JITFunction, kinds: Any) -> Iterator[None]:
+    """Turn errors of the compiler into InvalidKernel, with the reason alone of what it prints."""
+    with tempfile.TemporaryFile() as file, contextlib.redirect_stdout(io.StringIO()):
         saved = os.dup(2)
         os.dup2(file.fileno(), 2)
         try:
-            yield text
+            yield
+        except kinds as error:
+            file.seek(0)
+            reason = _reason(error, file.read().decode(errors="replace"))
+            message = f"Triton refuses this kernel: {reason}"
+            raise InvalidKernel(message, _location(kernel, error)) from error
         finally:
             os.dup2(saved, 2)
             os.close(saved)
+
+
+def _reason(error: BaseException, printed: str) -> str:
+    """Find the reason in an error of the compiler and what it printed."""
+    while isinstance(error.__cause__, CompilationError):
+        error = error.__cause__
+    text = error.error_message if isinstance(error, CompilationError) else f"{error}\n{printed}"
+    text = text or str(error.__cause__ or error)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    for form in (r"ptxas\S* .*(?:error|fatal)", r"(?i)error\b"):
+        if known := [line for line in lines if re.search(form, line)]:
+            return known[0]
+    return next(filter(None, lines), type(error).__name__)
+
+
+def _location(kernel: JITFunction, error: BaseException) -> Location:
+    """Locate the statement of the kernel that its front end refuses; line 0 for other errors."""
+    line = getattr(getattr(error, "node", None), "lineno", 0)
+    if not line or error.src != kernel.src:
+        return "", 0
+    starts = (text.lstrip().startswith("def ") for text in kernel.raw_src)
+    first = kernel.starting_line_number + [*starts].index(True)
+    return kernel.fn.__code__.co_filename, first + line - 1

@@ -15,7 +15,6 @@ from triton.backends.nvidia.compiler import CUDAOptions
 from triton.runtime.jit import JITFunction, TensorWrapper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .assembly import Code
 from .barriers import ClusterBarrier
 from .compiler import ask_front_end, asm_of, compile_launch
 from .errors import EmulatorError, InvalidKernel, Unsupported, location_of
@@ -106,14 +105,15 @@ def execute(
     `MissingFence` and `EarlyExit`. strict: whether stores that change no bit race, too; without it,
     one value from several programs is a note of the report. uninitialized: "error", or "allow" to
     let reads of unwritten shared memory yield NaN. unguarded: "error", or "allow" to let pass what
-    warps of one program do to memory without a barrier (see `threads`). masked: what lanes hold
-    that a mask turns off and no `other` fills, "nan" (and large integers, and `UndefinedValue` if
-    they are stored), "zero", as on NVIDIA GPUs, or "random". reachable: tensors to look at first
-    for what addresses in memory name. bounds: "tensor", or "storage": of tensors that are parts of
-    one, kernels may use the memory around them. max_steps: how many operations that other roles can
-    notice the kernel may take, and timeout: how many seconds, None for any number. resident: how
-    many clusters run at the same time; if all of them spin, the next one starts. compile: whether
-    Triton compiles the launch first, of which `compiler` says what it finds.
+    warps of one program do to memory without a barrier, and loops ahead of time (see `threads`).
+    masked: what lanes hold that a mask turns off and no `other` fills, "nan" (or any integer, and
+    `UndefinedValue` if what is stored depends on it), "zero", as on NVIDIA GPUs, or "random".
+    reachable: tensors to look at first for what addresses in memory name. bounds: "tensor", or
+    "storage": of tensors that are parts of one, kernels may use the memory around them. max_steps:
+    how many operations that other roles can notice the kernel may take, and timeout: how many
+    seconds, None for any number. resident: how many clusters run at the same time; if all of them
+    spin, the next one starts. compile: whether Triton compiles the launch first, of which
+    `compiler` says what it finds.
     """
     check_arch(arch)
     order = order_of(schedule)
@@ -127,10 +127,10 @@ def execute(
             raise ValueError(f"{name} must be one of {known}, got {value!r}")
     kernel, kwargs, _ = undecorated(kernel, args, kwargs, config, prepare=True)
     signature = _signature(kernel)
-    kwargs = dict(kwargs)
-    names = _LAUNCH_OPTIONS & kwargs.keys() - signature.parameters
-    options = {name: kwargs.pop(name) for name in names}
-    bound = signature.bind(*args, **kwargs)
+    # A kernel may take some of them as parameters, too.
+    options = {name: kwargs[name] for name in _LAUNCH_OPTIONS & kwargs.keys()}
+    named = kwargs.keys() - (options.keys() - signature.parameters)
+    bound = signature.bind(*args, **{name: kwargs[name] for name in named})
     bound.apply_defaults()
     sizes = _three(grid({**bound.arguments, **options}) if callable(grid) else grid, "grid", 0)
     shape = _three(options.get("ctas_per_cga") or (1,), "ctas_per_cga", 1)
@@ -139,8 +139,8 @@ def execute(
 
     report = Report(arch, kernel.fn.__name__)
     report.timeline = Timeline(kernel.fn.__code__.co_filename) if trace else None
-    # A kernel may take its number of warps as a parameter, too.
     warps = options.get("num_warps") or bound.arguments.get("num_warps") or 4
+    options["num_warps"] = warps
     lowering = Lowering(MODULES, {**NAMES, "__tasks__": Region})
     launch = Launch(
         *(arch, sizes, shape, warps, report, races, uninitialized),
@@ -148,9 +148,9 @@ def execute(
         strict=strict,
         whole_storage=bounds == "storage",
     )
+    asm = partial(asm_of, kernel, arch, bound.arguments, options)
     if races and unguarded == "error":
-        code = cache(lambda: Code.of(asm_of(kernel, arch, bound.arguments, options)))
-        launch.threads = Threads(launch, code)
+        launch.threads = Threads(launch, asm)
     launch.memory = Memory(launch, reachable)
     numbers = {"roles": 0, "operations": 0, "steps": 0}
     deadline = math.inf if timeout is None else time.monotonic() + timeout
@@ -164,7 +164,6 @@ def execute(
             if getattr(kernel, "is_gluon", bool)():
                 _begin_gluon(launch, options.get("num_ctas") or 1)
                 ask_front_end(kernel, arch, bound.arguments, options)
-                asm = partial(asm_of, kernel, arch, bound.arguments, options)
                 launch.placed = cache(lambda: places(asm(), arch))
                 launch.registers = cache(lambda: registers(asm()))
             body = lowering.function(kernel)

@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language.core import is_builtin
 from triton.language.extra.cuda import libdevice
 
-from . import library, tile
+from . import library, tile, undefined
 from .blocks import BlockPointer
 from .errors import InvalidKernel, Unsupported
 from .instructions import execute, fused_multiply_add, instruction_counts, round_fraction
@@ -265,16 +265,17 @@ def histogram(input: Tile, num_bins: int, mask: Any = None) -> Tile:
         values = values[to_tile(mask).data.expand(values.shape)]
     outside = values[(values < 0) | (values >= bins)]
     counted = values & max(bins, 32) - 1
-    counts = torch.bincount(counted, minlength=bins)[:bins].to(torch.int32)
+    counts = [torch.bincount(counted, minlength=bins)[:bins].to(torch.int32)]
+    source = None
     if outside.numel() and current().masked != "zero":
         what = (
             f"the tl.histogram at {{}}:{{}}, which got {int(outside[0])} and has bins [0, {bins}); "
             "give it a `mask`"
         )
-        undefined = current().memory.undefined(tl.int32, counts.shape, what)
+        values, source = current().memory.undefined(tl.int32, counts[0].shape, what)
         affected = torch.bincount(outside & bins - 1, minlength=bins) > 0
-        counts = torch.where(affected, undefined, counts)
-    return Tile(counts, tl.int32)
+        counts = [torch.where(affected, value, counts[0]) for value in values]
+    return undefined.of(counts, tl.int32, source)
 
 
 def _atomic(name: str, update: Callable) -> Callable:
@@ -743,6 +744,16 @@ def _meeting(function: Callable) -> Callable:
 for _name in _MEETING:
     OPERATIONS[_name] = _meeting(OPERATIONS[_name])
 
+# Operations that do more than compute a value.
+_ACTING = (
+    *("load", "store", "advance", "make_tensor_descriptor", "load_tensor_descriptor"),
+    *("store_tensor_descriptor", "expect_zero", "assume", "device_assert", "device_print"),
+)
+for _name, _function in OPERATIONS.items():
+    acts = _name in _ACTING or _name.startswith("atomic_")
+    if isinstance(_function, FunctionType) and not acts:
+        OPERATIONS[_name] = undefined.on_each(_function)
+
 LANGUAGE = Namespace("tl", OPERATIONS, tl, tl.core, tl.standard, tl.random)
 LANGUAGE.__dict__["math"] = LANGUAGE
 
@@ -754,7 +765,7 @@ class _Library(Namespace):
         (source,) = self._sources
         if not hasattr(source, operation):
             raise Unsupported(f"{self._name}.{operation}")
-        return library.function(operation, getattr(source, operation))
+        return undefined.on_each(library.function(operation, getattr(source, operation)))
 
 
 LIBDEVICE = _Library("libdevice", {}, libdevice)
@@ -799,7 +810,7 @@ def _integer(value: Any) -> int:
 # Classes that callables of kernels stand for; Triton hands no constexpr to isinstance.
 _CLASSES = {
     _integer: int,
-    constant: (),
+    OPERATIONS["constexpr"]: (),
     OPERATIONS["block_type"]: tl.block_type,
 }
 
@@ -820,8 +831,8 @@ NAMES: dict[str, Any] = {
     "hasattr": hasattr,
     "range": Range,
     "print": device_print,
-    "min": _extreme(min, minimum),
-    "max": _extreme(max, maximum),
+    "min": _extreme(min, OPERATIONS["minimum"]),
+    "max": _extreme(max, OPERATIONS["maximum"]),
 }
 
 

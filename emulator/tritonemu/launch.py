@@ -12,7 +12,7 @@ from .clocks import Clock
 from .drawing import Mark
 from .engines import NAMES as ENGINES
 from .engines import Engine
-from .errors import EarlyExit, EmulatorError, Location, ResourceLimit
+from .errors import EarlyExit, EmulatorError, Location, ResourceLimit, current_location
 from .timeline import Timeline
 
 SHARED_BYTES = 232448
@@ -52,7 +52,8 @@ class Report:
     uninitialized: reads of unwritten memory that were let pass. updated: the tensors of which it
     changed what it had read, or did so by atomics. notes: what may be meant so, such as one value
     that several programs store to one place. allowed: findings that a comment allows, how many of
-    each (kind, file, line, reason). timeline: with `trace=True`.
+    each (kind, file, line, reason). unjudged: accesses of which the compiled kernel does not tell
+    enough, how many of each (file, line, question). timeline: with `trace=True`.
     """
 
     arch: str
@@ -71,7 +72,13 @@ class Report:
     updated: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     allowed: dict[tuple[str, str, int, str], int] = field(default_factory=dict)
+    unjudged: dict[tuple[str, int, str], int] = field(default_factory=dict)
     timeline: Timeline | None = None
+
+    def give_up(self, question: str, other: Location) -> None:
+        """Count the access at hand, of which the compiled kernel does not tell this."""
+        key = *current_location(), f"{question} {other[0]}:{other[1]}"
+        self.unjudged[key] = self.unjudged.get(key, 0) + 1
 
 
 @cache

@@ -9,7 +9,7 @@ Masked-off lanes may point anywhere. If int32 cannot count the elements of a ten
 which one has overflowed is `OutOfBounds`, too, wherever it points.
 
 Undefined values: a masked-off lane of a load without `other` reads what `undefined` says. To store
-one, or a NaN that grew out of one, is an `UndefinedValue`.
+one, or what depends on one, is an `UndefinedValue`; so is an address or a mask that does.
 
 Races: two plain accesses to an element, one of them a store, are a `Race` unless one happens before
 the other (see `clocks`). So are a reduction of TMA and a plain access; two reductions are not. A
@@ -44,7 +44,6 @@ from .errors import (
     Location,
     OutOfBounds,
     Race,
-    UndefinedValue,
     UninitializedRead,
     Unsupported,
     current_location,
@@ -53,8 +52,8 @@ from .errors import (
 from .launch import Launch, current
 from .scheduler import ATOMIC_LATENCY, Operation
 from .threads import Block
-from .tile import FROM_TORCH, RAW, Tile, cast, from_raw, held, scalar, to_raw, to_tile
-from .undefined import MOST, fill, marks
+from .tile import FROM_TORCH, RAW, Tile, from_raw, held, scalar, to_raw, to_tile
+from .undefined import MOST, Source, Undefined, cast, fills, marks, of, refuse, versions
 
 # A descriptor's store casts its value upstream, and does not in fbtriton 3.7.
 _CASTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
@@ -246,19 +245,19 @@ class Memory:
     def _judge(
         self, region: Region, actor: Operation | None, view: Callable, where: Any,
         stored: torch.Tensor | None = None, reduces: bool = False,
-    ) -> None:  # fmt: skip
-        """Raise Race if nothing orders this access with earlier ones; remember it.
+    ) -> Access | None:  # fmt: skip
+        """Raise Race if nothing orders this access with earlier ones; remember it, and return it.
 
         `view(table, parts)[where]` are its elements, or granules. stored: for a store, their new
         values; those that change no bit are let pass. reduces: a reduction.
         """
         if not self._launch.races:
-            return
+            return None
         changed = None if stored is None else view(region.flat, 1)[where] != stored
         if changed is not None and self._launch.strict:
             changed = torch.ones_like(changed)
         if changed is not None and not changed.numel():
-            return
+            return None
 
         def get(table: torch.Tensor) -> torch.Tensor:
             return view(table, region.granules)[where]
@@ -299,16 +298,17 @@ class Memory:
             for group in _distinct(groups):
                 updated[groups == group] = self._joined(group, number, clock)
             put(shadow.table("reductions"), updated)
-            return
+            return access
         if write:
             put(shadow.table("stores"), number)
-            return
+            return access
         loads = get(shadow.table("loads"))
         earlier = (loads > 0) & (loads < self._first_of_cluster)
         if bool(earlier.any()):
             earlier_loads = shadow.table("earlier loads")
             put(earlier_loads, torch.where(earlier, loads, get(earlier_loads)))
         put(shadow.table("loads"), number)
+        return access
 
     def _check_written(self, region: Region, what: str, view: Callable, where: Any) -> None:
         """Raise UninitializedRead if nothing has written `view(table, parts)[where]`."""
@@ -405,9 +405,16 @@ class Memory:
             if mask.dtype.name != "int1":
                 raise InvalidKernel(f"mask must be int1, got {mask!r}")
             index, active = torch.broadcast_tensors(index, mask.data)
-            active = None if bool(mask.data.all()) else active
+            if isinstance(mask, Undefined) and what == "load":
+                active = torch.stack(versions(mask)).any(0).expand(index.shape)
+            elif bool(mask.data.all()):
+                active = None
         self._report.checks["bounds"] += 1
-        used = index if active is None else index[active]
+        used, chosen = (index, ...) if active is None else (index[active], active)
+        whose = f"of a {what} of {region.name}"
+        if what != "load":
+            self._check_lanes(region, mask, index.shape, ..., f"the mask {whose}")
+        self._check_lanes(region, pointer, index.shape, chosen, f"an address {whose}")
         if pointer.exact is not None:
             self._check_exact(region, what, pointer, index, active)
         if used.numel():
@@ -437,31 +444,53 @@ class Memory:
     def undefined(
         self, dtype: tl.dtype, shape: torch.Size,
         what: str = "the load at {}:{}, in a lane that its mask turns off; give it `other`",
-    ) -> torch.Tensor:  # fmt: skip
-        """Return the values that inactive lanes read, in a tensor of this shape."""
+    ) -> tuple[list[torch.Tensor], Source]:  # fmt: skip
+        """Return the versions of values that inactive lanes read, in tensors of this shape."""
         known, location = self._launch.undefined, current_location()
         if self._launch.masked == "nan":
             known.setdefault(location, what)
         numbers = dict(zip(known, range(1, MOST + 1), strict=False))
         mark = numbers.get(location, 0)
-        return fill(dtype, shape, self._launch.masked, mark, self._random)
+        values = fills(dtype, shape, self._launch.masked, mark, self._random)
+        return values, (location, what)
+
+    def _filled(
+        self, raw: torch.Tensor, dtype: tl.dtype, active: torch.Tensor, mask: Any, other: Any = None
+    ) -> Tile:
+        """Return what lanes read: `raw` the active ones in order, and `other` those that are off.
+        If the mask is undefined, lanes are active that may be."""
+        if other is None:
+            values, source = self.undefined(dtype, active.shape)
+        else:
+            other = cast(other, dtype)
+            values, source = [to_raw(each, dtype) for each in versions(other)], None
+        whole = values[0].expand(active.shape).masked_scatter(active, raw)
+        masks = versions(to_tile(mask))
+        if len(values) == len(masks) == 1:
+            return Tile(from_raw(whole, dtype), dtype)
+        count = max(len(values), len(masks))
+        pairs = zip(masks * (count // len(masks)), values * (count // len(values)), strict=True)
+        source = getattr(mask, "source", None) or getattr(other, "source", source)
+        return of([torch.where(on, whole, value) for on, value in pairs], dtype, source)
+
+    def _check_lanes(
+        self, region: Region, value: Any, shape: torch.Size, chosen: Any, what: str = ""
+    ) -> None:
+        """Raise UndefinedValue if one of these lanes is undefined, of a value to be stored or of
+        something else."""
+        if isinstance(value, Undefined) and bool(value.lanes.expand(shape)[chosen].any()):
+            refuse(what or f"{region.name} gets a value that", value.source, region.name)
 
     def _check_defined(self, region: Region, raw: torch.Tensor) -> None:
-        """Raise UndefinedValue if an element to be stored is, or came from, an undefined lane."""
+        """Raise UndefinedValue if an element to be stored has the mark of an undefined lane."""
         loads = self._launch.undefined
         if not loads:
             return
         numbers = marks(raw, region.dtype)
         numbers = numbers[(numbers > 0) & (numbers <= min(len(loads), MOST))]
         if numbers.numel():
-            location, what = list(loads.items())[int(numbers[0]) - 1]
-            finding = UndefinedValue(
-                f"{region.name} gets a value that comes from {what.format(*location)}, or allow it "
-                f"with {option('masked', 'zero')}",
-                other=location,
-                buffer=region.name,
-            )
-            suppressions.judge(finding, self._report)
+            source = list(loads.items())[int(numbers[0]) - 1]
+            refuse(f"{region.name} gets a value that", source, region.name)
 
     def load(
         self,
@@ -474,23 +503,17 @@ class Memory:
         if not the role itself."""
         region, index, active = self._lanes("load", pointer, mask)
         used = index.reshape(-1) if active is None else index[active]
-        self._judge(region, by, _rows, used)
+        access = self._judge(region, by, _rows, used)
         if by is None and self._threads is not None:
-            self._threads.load(region, Block(used, index.numel(), active))
+            self._threads.load(region, Block(used, index.numel(), active), access)
         self._check_written(region, "load", _rows, used)
         if by is None and used.numel():
             self._launch.role.word = region, int(used[-1])
-        raw = region.flat.index_select(0, used)
-        if active is None:
-            raw = raw.reshape(index.shape)
-        else:
-            if other is None:
-                default = self.undefined(region.dtype, index.shape)
-            else:
-                default = to_raw(cast(other, region.dtype).data, region.dtype)
-            raw = default.expand(index.shape).masked_scatter(active, raw)
+        raw, dtype = region.flat.index_select(0, used), region.dtype
         self._report.bytes_loaded += used.numel() * region.itemsize
-        return Tile(from_raw(raw, region.dtype), region.dtype)
+        if active is None:
+            return Tile(from_raw(raw.reshape(index.shape), dtype), dtype)
+        return self._filled(raw, dtype, active, mask, other)
 
     def store(
         self, pointer: Tile, value: Any, mask: Any = None, by: Operation | None = None
@@ -502,13 +525,14 @@ class Memory:
             raise InvalidKernel(f"mask must not be larger than the pointers, got {pointer!r}")
         raw = to_raw(value.data, region.dtype).expand(index.shape)
         chosen, size = ... if active is None else active, index.numel()
+        self._check_lanes(region, value, index.shape, chosen)
         index, raw = index[chosen].reshape(-1), raw[chosen].reshape(-1)
         self._check_defined(region, raw)
-        self._judge(region, by, _rows, index, raw)
-        if self._threads is not None and by is None:
-            self._threads.store(region, Block(index, size, active), raw)
+        access = self._judge(region, by, _rows, index, raw)
+        if self._threads is not None and by is None and access is not None:
+            self._threads.store(region, Block(index, size, active), raw, access)
         elif self._threads is not None:
-            self._threads.forget(region.cells, region.shadow, index)
+            self._threads.forget(region, _rows, index)
         self._launch.scheduler.changes += 1
         region.flat[index] = raw
         self._check_kept(region, index, raw)
@@ -543,8 +567,10 @@ class Memory:
             self._launch.scheduler.checkpoint(ATOMIC_LATENCY)
         region, index, active = self._lanes("atomic", pointer, mask)
         dtype, chosen = region.dtype, ... if active is None else active
-        data = [cast(v, dtype).data.expand(index.shape)[chosen].reshape(-1) for v in values]
-        for operand in data:
+        operands = [cast(v, dtype) for v in values]
+        data = [each.data.expand(index.shape)[chosen].reshape(-1) for each in operands]
+        for each, operand in zip(operands, data, strict=True):
+            self._check_lanes(region, each, index.shape, chosen)
             self._check_defined(region, to_raw(operand, dtype))
         where = index[chosen].reshape(-1)
         count = where.numel()
@@ -565,7 +591,7 @@ class Memory:
                     shared.join(lane.release(self._threads is None, met=self._threads is None))
             role.meet()
         if self._threads is not None:
-            self._threads.forget(region.cells, region.shadow, where)
+            self._threads.forget(region, _rows, where)
         old = torch.empty(count, dtype=region.flat.dtype)
         unique, changed = where.unique().numel() == count, []
         for turn in [slice(None)] if unique else [slice(i, i + 1) for i in range(count)]:
@@ -583,13 +609,11 @@ class Memory:
                 key, label = (id(region.shadow), element), self._launch.role.label
                 self._writers[key] = len(self._accesses), label, current_location()
         self._note(region, "atomic", (element, any(changed)))
-        if active is None:
-            result = old.reshape(index.shape)
-        else:
-            result = self.undefined(dtype, index.shape).masked_scatter(active, old)
         self._report.bytes_loaded += count * region.itemsize
         self._report.bytes_stored += count * region.itemsize
-        return Tile(from_raw(result, dtype), dtype)
+        if active is None:
+            return Tile(from_raw(old.reshape(index.shape), dtype), dtype)
+        return self._filled(old, dtype, active, mask)
 
     def _window(self, desc: "Descriptor", coordinates: Any, what: str) -> "_Window | None":
         """Return the part of a box that lies inside the shape; None if nothing does."""
@@ -622,7 +646,9 @@ class Memory:
         window, region = self._window(desc, coordinates, "descriptor load"), desc.region
         raw = desc.padding.expand(desc.block_shape).clone()
         if window is not None:
-            self._judge(region, by, window.of, ...)
+            access = self._judge(region, by, window.of, ...)
+            if self._threads is not None and by is None:
+                self._threads.access_box(region, window.of, access)
             self._check_written(region, "descriptor load", window.of, ...)
             raw[window.inside] = window.of(region.flat)
             self._report.bytes_loaded += math.prod(window.sizes) * region.itemsize
@@ -648,13 +674,15 @@ class Memory:
             data = update(from_raw(target, dtype), data)
             self._report.bytes_loaded += num_bytes
         raw = to_raw(data, dtype)
-        self._judge(region, by, window.of, ..., None if update else raw, reduces=bool(update))
+        stored = None if update else raw
+        access = self._judge(region, by, window.of, ..., stored, reduces=bool(update))
+        self._check_lanes(region, value, value.data.shape, window.inside)
         self._check_defined(region, raw)
         target.copy_(raw)
-        if self._threads is not None:
-            self._threads.forget(
-                lambda table: window.of(table, region.granules), region.shadow, ...
-            )
+        if self._threads is not None and by is None:
+            self._threads.access_box(region, window.of, access)
+        elif self._threads is not None:
+            self._threads.forget(region, window.of, ...)
         self._launch.scheduler.changes += 1
         self._mark_written(region, window.of, ...)
         self._report.bytes_stored += num_bytes

@@ -156,15 +156,41 @@ def allowed_messages(times: Counter[tuple[str, str, int, str]]) -> list[str]:
     ]
 
 
+def unjudged(reports: Iterable[Any]) -> Counter[tuple[str, int, str]]:
+    """Count the accesses of all launches that were not judged, by file, line and question."""
+    times: Counter[tuple[str, int, str]] = Counter()
+    for report in reports:
+        times.update(report.unjudged)
+    return times
+
+
+def unjudged_messages(times: Counter[tuple[str, int, str]]) -> list[str]:
+    """Format a line for each of `unjudged`."""
+    return [
+        f"could not judge {n} access{'es' * (n != 1)} at {file}:{line}: the compiled code does not "
+        f"tell {question}"
+        for (file, line, question), n in times.items()
+    ]
+
+
+def notes(reports: Iterable[Any]) -> list[str]:
+    """List the notes of all launches, each once."""
+    return list(dict.fromkeys(note for report in reports for note in report.notes))
+
+
 def report_of(
-    finding: EmulatorError | None,
-    replay: str,
-    search: Any,
-    notes: list[str],
-    times: Counter[tuple[str, str, int, str]],
+    finding: EmulatorError | None, replay: str, search: Any, reports: list[Any]
 ) -> dict[str, Any]:
-    """Build the report of a command: finding, notes, allowed findings, coverage of its search."""
-    finding_json = as_json(finding, replay) if finding is not None else None
-    names = "kind", "file", "line", "reason"
-    passed = [dict(zip(names, key, strict=True)) | {"times": n} for key, n in times.items()]
-    return {"found": finding_json, "notes": notes, "allowed": passed, "covered": search.as_json()}
+    """Build the report of a command: its finding, what `reports` of one schedule tell, and the
+    coverage of its search."""
+
+    def counted(times: Counter[Any], *names: str) -> list[dict[str, Any]]:
+        return [dict(zip(names, key, strict=True)) | {"times": n} for key, n in times.items()]
+
+    return {
+        "found": as_json(finding, replay) if finding is not None else None,
+        "notes": notes(reports),
+        "allowed": counted(allowed(reports), "kind", "file", "line", "reason"),
+        "unjudged": counted(unjudged(reports), "file", "line", "question"),
+        "covered": search.as_json(),
+    }

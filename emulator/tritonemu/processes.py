@@ -46,7 +46,8 @@ def summary(ran: Sequence[dict[str, Any]]) -> str:
     """Summarize how many programs ended how, and list the failed ones."""
 
     def ended(one: dict[str, Any]) -> str:
-        return _MEANINGS.get(one["status"], f"ended by signal {-one['status']}")
+        meaning = _MEANINGS.get(one["status"], f"ended by signal {-one['status']}")
+        return meaning + ", not all judged" * bool(not one["status"] and one["report"]["unjudged"])
 
     counts = Counter(map(ended, ran))
     outcomes = ", ".join(f"{count} {how}" for how, count in counts.items())

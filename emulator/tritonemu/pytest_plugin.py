@@ -18,7 +18,7 @@ from . import Unsupported, enabled, fake_gpu, settings
 from .errors import PYTEST, flags
 from .execution import BOUNDS
 from .gpu import ARCHITECTURES, BENCHMARKS
-from .messages import allowed, allowed_messages, tested
+from .messages import allowed, allowed_messages, notes, tested, unjudged, unjudged_messages
 from .undefined import MODES
 
 _DEFAULTS = {
@@ -29,8 +29,9 @@ _DEFAULTS = {
 }
 _NOTES = pytest.StashKey()  # of all launches, and the first test of each
 _SETTINGS = [flag.removeprefix(PYTEST) for flag in _DEFAULTS]
-_ALLOWED = pytest.StashKey()  # how many findings of all launches comments allow
+_TIMES = pytest.StashKey()  # of each of _COUNTED how many there are of all launches
 _TESTS = pytest.StashKey()  # of each of those the first test
+_COUNTED = ((allowed, allowed_messages), (unjudged, unjudged_messages))
 
 
 def pytest_addoption(parser):
@@ -89,22 +90,25 @@ def _emulated(config, schedule):
     gpu = fake_gpu(arch, benchmarks=options.emulated_benchmarks)
     with named, gpu, enabled(arch, schedule=schedule, **how) as reports:
         yield reports
-        test, passed = tested(), allowed(reports)
-        for note in (note for report in reports for note in report.notes):
+        test = tested()
+        for note in notes(reports):
             config.stash[_NOTES].setdefault(note, test)
-        for key in passed:
-            config.stash[_TESTS].setdefault(key, test)
-        config.stash[_ALLOWED].update(passed)
+        for times, (count, _) in zip(config.stash[_TIMES], _COUNTED, strict=True):
+            for key in (now := count(reports)):
+                config.stash[_TESTS].setdefault(key, test)
+            times.update(now)
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    notes, passed = config.stash.get(_NOTES, {}), config.stash.get(_ALLOWED, {})
-    if notes or passed:
+    first = config.stash.get(_NOTES, {})
+    lines = [f"note: {note}{_first(test)}" for note, test in first.items()]
+    for times, (_, messages) in zip(config.stash.get(_TIMES, ()), _COUNTED, strict=False):
+        for line, key in zip(messages(times), times, strict=True):
+            lines.append(f"{line}{_first(config.stash[_TESTS][key])}")
+    if lines:
         terminalreporter.section("tritonemu")
-        for note, test in notes.items():
-            terminalreporter.write_line(f"note: {note}{_first(test)}")
-        for line, key in zip(allowed_messages(passed), passed, strict=True):
-            terminalreporter.write_line(f"{line}{_first(config.stash[_TESTS][key])}")
+        for line in lines:
+            terminalreporter.write_line(line)
 
 
 def _first(test):
@@ -115,7 +119,8 @@ def pytest_configure(config):
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "tritonemu":
             module.__tracebackhide__ = True
-    config.stash[_NOTES], config.stash[_TESTS], config.stash[_ALLOWED] = {}, {}, allowed([])
+    config.stash[_NOTES], config.stash[_TESTS] = {}, {}
+    config.stash[_TIMES] = [count([]) for count, _ in _COUNTED]
     if config.option.fake_gpu:  # from here on: modules ask for a GPU when they are imported
         stack = contextlib.ExitStack()
         stack.enter_context(_emulated(config, "modelled"))

@@ -39,11 +39,20 @@ from triton.runtime.jit import JITFunction
 
 from . import suppressions
 from .aggregates import Aggregate, lowered
-from .errors import MARK, DeviceAssertion, InvalidKernel, Unsupported, option
+from .errors import (
+    MARK,
+    DeviceAssertion,
+    InvalidKernel,
+    Unsupported,
+    current_location,
+    option,
+)
 from .launch import current
+from .scheduler import Turn
 from .scopes import Scope
 from .spinning import turned
-from .tile import Tile, Unbound, cast, logical, promote_integers, scalar, to_tile
+from .tile import Tile, Unbound, promote_integers, scalar, to_tile
+from .undefined import cast, logical
 
 # Newer than some supported Tritons; isinstance(x, ()) is False.
 ConstexprFunction = getattr(jit, "ConstexprFunction", ())
@@ -498,10 +507,13 @@ class Range:
         start, end, step = (int(cast(bound, dtype)) for bound in (start, end, step))
         if step <= 0 and isinstance(self.step, Tile):
             raise Unsupported(f"a range with a runtime step of {step}")
-        check_time = current().scheduler.check_time
-        for value in range(start, end, step):
+        check_time, role = current().scheduler.check_time, current().role
+        loop, location, outside = object(), current_location(), role.turns
+        for number, value in enumerate(range(start, end, step)):
             check_time()
+            role.turns = (*outside, Turn(loop, location, number))
             yield scalar(value, dtype)
+        role.turns = outside
 
 
 class StaticRange(Range):

@@ -4,11 +4,13 @@ Source: OASIS, Static Analysis Results Interchange Format (SARIF) 2.1.0.
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from . import __version__, errors
+from .messages import unjudged_messages
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
@@ -18,9 +20,9 @@ def as_sarif(
 ) -> dict[str, Any]:
     """Format one run of the tool. Files under `folder` are named from there, others in full.
 
-    A finding is an error, one that a comment allows a suppressed error with its reason, a note a
-    notification of the run; unchecked: programs that are told of there, too. What several reports
-    have in common stands once.
+    A finding is an error, one that a comment allows a suppressed error with its reason; notes and
+    what was not judged are notifications of the run; unchecked: programs that are told of there,
+    too. What several reports have in common stands once.
     """
     results: list[dict[str, Any]] = []
     notes: list[dict[str, Any]] = []
@@ -29,6 +31,7 @@ def as_sarif(
         findings += [_allowed(each, folder) for each in report.get("allowed", ())]
         results += [each for each in findings if each not in results]
         notifications = [_notification("note", note) for note in report.get("notes", ())]
+        notifications += [_not_judged(each, folder) for each in report.get("unjudged", ())]
         notes += [each for each in notifications if each not in notes]
     notes += [_notification("error", f"{program} was not checked") for program in unchecked]
     kinds = sorted({result["ruleId"] for result in results})
@@ -78,6 +81,12 @@ def _allowed(each: dict[str, Any], folder: Path) -> dict[str, Any]:
         "locations": [_location(folder, **_at(each))],
         "suppressions": [{"kind": "inSource", "justification": each["reason"]}],
     }
+
+
+def _not_judged(each: dict[str, Any], folder: Path) -> dict[str, Any]:
+    times = Counter({(each["file"], each["line"], each["question"]): each["times"]})
+    warning = _notification("warning", *unjudged_messages(times))
+    return warning | {"locations": [_location(folder, **_at(each))]}
 
 
 def _at(call: dict[str, Any]) -> dict[str, Any]:

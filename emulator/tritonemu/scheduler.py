@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from greenlet import greenlet
 
@@ -31,9 +31,17 @@ from .orders import Order
 from .tile import WORK
 from .timeline import Arrow, Event, Timeline
 
-REMEMBERED = 64  # waits and arrivals of a role, for findings
+REMEMBERED = 64  # waits and arrivals of a role, for findings, and loads
 COPY_LATENCY = 600
 ATOMIC_LATENCY = 700
+
+
+class Turn(NamedTuple):
+    """An iteration of a `for` loop. loop: which execution of it."""
+
+    loop: Any
+    location: Location
+    number: int
 
 
 class Role:
@@ -45,13 +53,14 @@ class Role:
     whether it is a task rather than the kernel around it. tiles: those of the kernel around it, by
     name, which it must not use. staged: bytes of shared memory of `stage`. word: region and element
     of global memory that it read last; spun: those of the last turn of a loop. stored: its epoch
-    when it last stored a block there, or accessed other memory. turn, spins, spins_at: of
-    `spinning`: the last test of a loop; after which change, and where, it was known to spin. lanes:
-    the role in each CTA of its program, itself first, where one instruction stream (Gluon) stands
-    for all of them; each has a clock, a time and operations in flight of its own. leader: the first
-    one, which has the greenlet. branch: the lanes that take the branch it is in. fences: where the
-    compiler has put fences for it. touched: bytes of storages that it, or a lane, has read and
-    written since it last had one.
+    when it last stored a block there, or accessed other memory. loaded: the last blocks that it has
+    loaded there since its warps met. turns: of the `for` loops it is in, outermost first. turn,
+    spins, spins_at: of `spinning`: the last test of a loop; after which change, and where, it was
+    known to spin. lanes: the role in each CTA of its program, itself first, where one instruction
+    stream (Gluon) stands for all of them; each has a clock, a time and operations in flight of its
+    own. leader: the first one, which has the greenlet. branch: the lanes that take the branch it is
+    in. fences: where the compiler has put fences for it. touched: bytes of storages that it, or a
+    lane, has read and written since it last had one.
     """
 
     def __init__(
@@ -73,6 +82,8 @@ class Role:
         self.dots_issued = 0
         self.word: tuple[Any, int] | None = None
         self.spun: tuple[Any, int] | None = None
+        self.turns: tuple[Turn, ...] = ()
+        self.loaded: deque[Any] = deque(maxlen=REMEMBERED)
         self.turn: Any = None
         self.spins, self.spins_at = -1, ("", 0)
         self.task, self.tiles, self.staged = False, {}, 0
@@ -199,6 +210,7 @@ class Role:
 
     def meet(self) -> None:
         """Let all warps meet: what each has done to memory, all of them know."""
+        self.loaded.clear()
         if self.stored > self.clock.met.get(self.index, 0):
             self.release()
 

@@ -11,12 +11,17 @@ conversions of layouts, results of scalar atomics), and none for global memory: 
 - a role loads an element, or changes it, at another place of a block than it stored it at: another
   thread may have stored it. At the same place of blocks of one size it is usually one thread, which
   is not promised (triton-lang/triton#10924): the layouts of the compiled launch say if it is.
+- a role stores to an element that it loaded at another place of a block: if these layouts give it
+  to another warp, that one may not have loaded it yet. At the same place this is not asked.
 - a block is stored, then a scalar atomic releases it: that is what one thread does, which speaks
   for itself alone. Whoever acquires knows of the rest only what a barrier before the release says.
   Triton 3.9 puts one there (triton-lang/triton#10816).
 
-Stores after loads of the same program are not judged: values that only change places within a
-thread, as those of `tl.join`, would be alarms.
+An element that several warps have, as a scalar, counts as that of the first one, which stores it.
+
+Loops. The software pipeliner issues loads of later iterations before the stores of earlier ones. A
+load of what an earlier iteration stored is a race if the compiled loop moves it there (`ttgir`),
+whatever the number of warps.
 
 Shared and tensor memory. What a role does to shared memory, aliases included, the compiler puts a
 barrier between, if bytes overlap; and one before an arrival, unless every thread arrives, and after
@@ -34,12 +39,14 @@ Whether a barrier lies between says the machine code of this launch: a finding n
 first access to the second, or to the release, on which there is none (`assembly`). For global
 memory an operation that may go through shared memory counts as a barrier, too. For the other
 memories the path includes all that the role does between, and a wait for an mbarrier is no barrier.
+If the code does not tell, the report counts the access as one that could not be judged.
 """
 
 import bisect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -48,7 +55,8 @@ from . import suppressions
 from .assembly import Code, Step
 from .clocks import Access
 from .errors import Location, Race, current_location, option
-from .scheduler import Operation, Role
+from .scheduler import Operation, Role, Turn
+from .ttgir import Module
 
 _STORES, _POSITIONS = "stores of blocks", "positions in blocks"
 
@@ -68,12 +76,33 @@ class Block:
             return torch.arange(self.size)
         return self.active.reshape(-1).nonzero().reshape(-1)
 
+    @cached_property
+    def bounds(self) -> tuple[int, int]:
+        low, high = torch.aminmax(self.index)
+        return int(low), int(high)
+
+    def within(self, other: "Block") -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a mask of the elements that another block has, too, and their positions there."""
+        order = other.index.argsort()
+        where = torch.searchsorted(other.index[order], self.index).clamp(max=len(order) - 1)
+        both = other.index[order[where]] == self.index
+        return both, other.positions[order[where[both]]]
+
 
 @dataclass(frozen=True)
-class _Store:
+class _Earlier:
+    """An access to a block, by a role of so many warps. size: of the block, 0 for a box, which no
+    warp accesses. turns: the iterations that it is in."""
+
     access: Access
     program: tuple[int, ...]
+    warps: int
     size: int
+    turns: tuple[Turn, ...]
+
+    @property
+    def step(self) -> Step:
+        return "store" if self.access.write else "load", self.access.location
 
 
 # Up to so many warps each has lanes of tensor memory of its own.
@@ -81,11 +110,15 @@ _OWN_LANES = 4
 
 
 class Threads:
-    """Accesses of threads in one launch. code: its machine code."""
+    """Accesses of threads in one launch. asm: what it is compiled to."""
 
-    def __init__(self, launch: Any, code: Callable[[], Code]):
-        self._launch, self._code = launch, code
-        self._stores: list[_Store] = []
+    def __init__(self, launch: Any, asm: Callable[[], Mapping[str, Any]]):
+        self._launch = launch
+        self._code = cache(lambda: Code(asm()["ptx"]))
+        self._module = cache(lambda: Module(asm()["ttgir"]))
+        self._meets = cache(lambda *question: self._code().meets(*question))
+        self._issues_ahead = cache(lambda *question: self._module().issues_ahead(*question))
+        self._stores: list[_Earlier] = []
         self._released: dict[int, list[tuple[int, Location]]] = {}
         # Epochs and accesses to shared and tensor memory of roles of several warps.
         self._trails: dict[int, list[tuple[int, Step]]] = {}
@@ -138,31 +171,37 @@ class Threads:
         if begin is None:
             return
         path, message = [step for _, step in trail[begin:]], "one thread issues it, and "
+        of_one_warp: bool | None = False
         if actor is role:
             here = _kind(True, write), current_location()
-            if self._is_of_one_warp(buffer.lanes, here, old):
-                return
+            of_one_warp = self._is_of_one_warp(buffer.lanes, here, old)
             path, message = [*path, here], "they have its bytes otherwise now, and "
-        self._judge_path(buffer, actor, write, old, path, message)
+        self._judge_path(buffer, actor, write, old, path, message, of_one_warp)
 
-    def _is_of_one_warp(self, lanes: Any, here: Step, old: Access) -> bool:
-        """Return whether one warp makes both accesses of each byte; True if unknown."""
+    def _is_of_one_warp(self, lanes: Any, here: Step, old: Access) -> bool | None:
+        """Return whether one warp makes both accesses of each byte; None if unknown."""
         both = []
         there = _kind(True, old.write), old.location
-        for where, (kind, location) in ((lanes, here), (old.where, there)):
-            warps = self._code().warps_of(location, kind, math.prod(where.shape))
+        for where, step in ((lanes, here), (old.where, there)):
+            warps = self._module().warps_of(step, math.prod(where.shape))
             if warps is None or where.num_bytes != lanes.num_bytes:
-                return True
+                return None
             both.append(where.spread(warps))
         current, earlier = both
         return bool(((current == 255) | (earlier == 255) | (current == earlier)).all())
 
     def _judge_path(
         self, buffer: Any, actor: Role | Operation, write: bool, old: Access, path: list[Step],
-        message: str,
+        message: str, of_one_warp: bool | None = False,
     ) -> None:  # fmt: skip
-        """Raise Race if the warps of the old access's role need not meet on this path."""
-        if not self._code().is_open(path):
+        """Raise Race if the warps of the old access's role need not meet on this path, unless one
+        of them makes both accesses."""
+        is_open = self._code().is_open(path)
+        if of_one_warp or is_open is False:
+            return
+        if None in (of_one_warp, is_open):
+            question = "whether warps meet between it and"
+            self._launch.report.give_up(question, old.location)
             return
         who = getattr(actor, "label", "")
         if isinstance(actor, Operation):
@@ -185,92 +224,182 @@ class Threads:
         self._released.setdefault(role.index, []).append((role.epoch, location))
         self.note(role, "atomic", location)
 
-    def store(self, region: Any, block: Block, raw: torch.Tensor) -> None:
-        """Record that the running role will store these values; raises Race as `load` does."""
-        if _STORES in region.shadow.tables:
-            self.load(region, block, region.flat[block.index] != raw)
-        role = self._launch.role
-        if role.warps == 1:
-            self.forget(region.cells, region.shadow, block.index)
-            return
-        role.stored = role.epoch
-        store = _Store(role.access(True, 0, name=region.name), self._launch.program, block.size)
-        if not self._stores or self._stores[-1] != store:
-            self._stores.append(store)
+    def store(self, region: Any, block: Block, raw: torch.Tensor, access: Access) -> None:
+        """Record that the running role will store these values; raises Race if another thread
+        stored what it changes, or may not have loaded it yet."""
+        role, changed = self._launch.role, None
+        for old, chosen, then in (*self._stored(region, block), *self._loaded(region, block)):
+            changed = region.flat[block.index] != raw if changed is None else changed
+            differ = changed[chosen]
+            if bool(differ.any()):
+                now = block.positions[chosen][differ]
+                self._judge(region, old, then[differ], now, block.size, "store")
+        if role.warps > 1:
+            role.stored = role.epoch
+        number = self._number(access, block.size)
         cells = region.cells(region.shadow.table(_STORES))
         places = region.cells(region.shadow.table(_POSITIONS))
-        cells[block.index] = _rows(len(self._stores), cells)
+        cells[block.index] = _rows(number, cells)
         places[block.index] = _rows(block.positions.to(torch.int32), places)
 
-    def forget(self, view: Callable, shadow: Any, where: Any) -> None:
-        """Forget threads: something else has written `view(table)[where]`."""
-        if _STORES in shadow.tables:
-            view(shadow.tables[_STORES])[where] = 0
+    def load(self, region: Any, block: Block, access: Access) -> None:
+        """Raise Race if another thread stored what the running role loads, or if it stores it in an
+        earlier turn of a loop, and loads it before."""
+        role = self._launch.role
+        self._judge_turns(region, lambda table: region.cells(table)[block.index])
+        for old, chosen, then in self._stored(region, block):
+            self._judge(region, old, then, block.positions[chosen], block.size, "load")
+        if role.warps > 1:
+            role.loaded.append((region.shadow, block, self._entry(access, block.size)))
 
-    def load(self, region: Any, block: Block, changed: torch.Tensor | None = None) -> None:
-        """Raise Race if another thread stored what the running role loads, or changes."""
-        if _STORES not in region.shadow.tables:
-            return
-        numbers = _first(region.cells(region.shadow.tables[_STORES])[block.index])
-        if changed is not None:
-            numbers = numbers * changed
-        kind = "load" if changed is None else "store"
-        for number in _distinct(numbers):
-            store = self._stores[number - 1]
-            if number and self._is_unguarded(store):
-                positions = block.positions[numbers == number]
-                same = self._is_in_place(region, block, store, numbers == number)
-                steps = (store.access.location, "store"), (current_location(), kind)
-                if same and self._code().is_of_one_warp(*steps, block.size, positions):
-                    continue
-                self._judge(region, store, kind, same)
+    def access_box(self, region: Any, view: Callable, access: Access) -> None:
+        """Record that the running role stores the box `view(table, parts)`; or raise Race as `load`
+        does, of turns of a loop."""
+        if access.write:
+            number = self._number(access, 0)
+            view(region.shadow.table(_STORES), region.granules)[...] = number
+        else:
+            self._judge_turns(region, lambda table: view(table, region.granules))
 
-    def _is_unguarded(self, store: _Store) -> bool:
-        """Return whether only some threads of the running role are ordered after a store."""
-        role, old = self._launch.role, store.access
+    def forget(self, region: Any, view: Callable, where: Any) -> None:
+        """Forget threads: something else has written `view(table, parts)[where]`."""
+        if _STORES in region.shadow.tables:
+            view(region.shadow.tables[_STORES], region.granules)[where] = 0
+
+    def _entry(self, access: Access, size: int) -> _Earlier:
+        role = self._launch.role
+        return _Earlier(access, self._launch.program, role.warps, size, role.turns)
+
+    def _number(self, access: Access, size: int) -> int:
+        entry = self._entry(access, size)
+        if not self._stores or self._stores[-1] != entry:
+            self._stores.append(entry)
+        return len(self._stores)
+
+    def _stored(
+        self, region: Any, block: Block
+    ) -> Iterator[tuple[_Earlier, torch.Tensor, torch.Tensor]]:
+        """Yield the last stores to elements of a block, of those that are unguarded; each with a
+        mask of the elements, and their positions then."""
+        if _STORES in region.shadow.tables:
+            numbers = _first(region.cells(region.shadow.tables[_STORES])[block.index])
+            for number in _distinct(numbers):
+                if number and self._is_unguarded(self._stores[number - 1]):
+                    chosen = numbers == number
+                    places = region.cells(region.shadow.table(_POSITIONS))[block.index[chosen]]
+                    yield self._stores[number - 1], chosen, _first(places).to(torch.int64)
+
+    def _loaded(
+        self, region: Any, block: Block
+    ) -> Iterator[tuple[_Earlier, torch.Tensor, torch.Tensor]]:
+        """Yield the same of loads of the running role since its warps last met; those of an equal
+        block are left out."""
+        for shadow, old, entry in self._launch.role.loaded:
+            comparable = shadow is region.shadow and len(old.index) and len(block.index)
+            if comparable and self._is_unguarded(entry):
+                (low, high), (first, last) = old.bounds, block.bounds
+                same = old.size == block.size and torch.equal(old.index, block.index)
+                if low <= last and first <= high and not same:
+                    yield (entry, *block.within(old))
+
+    def _is_unguarded(self, earlier: _Earlier) -> bool:
+        """Return whether only some threads of the running role are ordered after an access."""
+        role, old = self._launch.role, earlier.access
         epochs = role.clock.epochs
         if epochs.get(-old.role, 0) >= old.epoch or epochs.get(old.role, 0) < old.epoch:
             return False  # ordered, or not at all, of which `Memory` tells
-        return old.role == role.index or store.size > 1
+        by_warps = earlier.warps > 1 and earlier.size > 0
+        return by_warps and (old.role == role.index or earlier.size > 1)
 
-    def _judge(self, region: Any, store: _Store, kind: str, same: bool) -> None:
-        """Raise Race unless the code has a barrier. same: whether the position is the same."""
-        role, old = self._launch.role, store.access
-        does = "loads" if kind == "load" else "stores to"
-        what, (file, line) = f"{does} an element of {region.name} that", old.location
+    def _judge(
+        self, region: Any, earlier: _Earlier, then: torch.Tensor, now: torch.Tensor, size: int,
+        kind: str,
+    ) -> None:  # fmt: skip
+        """Raise Race unless the code has a barrier, or one warp makes both accesses. then, now:
+        positions of the elements in the earlier block, and in this one of such a size."""
+        role, old, here = self._launch.role, earlier.access, current_location()
+        end, kinds = here, (kind,)
+        same, of_one_warp = False, False
         if old.role == role.index:
-            here, kinds = current_location(), (kind,)
-            message = f"a thread {what} another one may have stored to at {file}:{line}"
-            if same:
-                message = (
-                    f"a warp {what} another one stored to at {file}:{line}: the compiler gave the "
-                    f"two blocks different layouts"
-                )
+            same = earlier.size == size and torch.equal(then, now)
+            if same and (size == 1 or not old.write):
+                return
+            if same or not old.write:
+                first = self._module().warps_of(earlier.step, earlier.size)
+                second = self._module().warps_of((kind, here), size)
+                known = first is not None and second is not None
+                of_one_warp = torch.equal(first[then], second[now]) if known else None
         else:
-            here, kinds = self._release_of(old), ("atomic", "load", "store")
-            message = (
-                f"program {self._launch.program} {what} program {store.program} stored to at "
-                f"{file}:{line}, and one of its threads released at {here[0]}:{here[1]}"
+            end, kinds = self._release_of(old), ("atomic", "load", "store")
+        meets = of_one_warp or self._meets(earlier.step, end, kinds)
+        if meets:
+            return
+        if None in (meets, of_one_warp):
+            what = "warps meet between it" if meets is None else "one warp does both, it"
+            self._launch.report.give_up(f"whether {what} and", old.location)
+            return
+        finding = Race(
+            f"{self._message(region, earlier, kind, same, end)}; warps of a program meet at "
+            f"tl.debug_barrier(): put it between the two, or allow it with "
+            f"{option('unguarded', 'allow')}",
+            other=old.location,
+            programs=(earlier.program, self._launch.program),
+            buffer=region.name,
+            marks=(old.mark, role.access(kind == "store", 0, name=region.name).mark),
+            missing="no barrier of the warps lies between 1 and 2",
+        )
+        suppressions.judge(finding, self._launch.report)
+
+    def _message(self, region: Any, earlier: _Earlier, kind: str, same: bool, end: Location) -> str:
+        """Say what is wrong. end: the release by another role, if it is not this one's access."""
+        old, (file, line) = earlier.access, earlier.access.location
+        what = f"{'loads' if kind == 'load' else 'stores to'} an element of {region.name} that"
+        if old.role != self._launch.role.index:
+            return (
+                f"program {self._launch.program} {what} program {earlier.program} stored to at "
+                f"{file}:{line}, and one of its threads released at {end[0]}:{end[1]}"
             )
-        if not self._code().meets(old.location, here, kinds):
+        if not old.write:
+            return f"a warp {what} another one may not have loaded yet at {file}:{line}"
+        if same:
+            return (
+                f"a warp {what} another one stored to at {file}:{line}: the compiler gave the two "
+                f"blocks different layouts"
+            )
+        return f"a thread {what} another one may have stored to at {file}:{line}"
+
+    def _judge_turns(self, region: Any, view: Callable) -> None:
+        """Raise Race if the running role loads what it stored in an earlier turn of a loop, and the
+        compiled loop loads it before. view: of a table, what it loads."""
+        role = self._launch.role
+        if role.turns and _STORES in region.shadow.tables:
+            for number in _distinct(view(region.shadow.tables[_STORES])):
+                store = self._stores[number - 1]
+                level = _level(store.turns, role.turns)
+                if number and store.access.role == role.index and level is not None:
+                    self._judge_loop(region, store, level)
+
+    def _judge_loop(self, region: Any, store: _Earlier, level: int) -> None:
+        role, old, here = self._launch.role, store.access, current_location()
+        then, now = store.turns[level], role.turns[level]
+        question = (*(now.location, here, old.location), now.number - then.number)
+        ahead = self._issues_ahead(*question, len(role.turns) > level + 1)
+        if ahead is None:
+            self._launch.report.give_up("whether the loop issues it before", old.location)
+        if ahead:
+            (file, line), loop = old.location, now.location
             finding = Race(
-                f"{message}; warps of a program meet at tl.debug_barrier(): put it between the "
-                f"two, or allow it with {option('unguarded', 'allow')}",
+                f"iteration {now.number} of the loop at {loop[0]}:{loop[1]} loads an element of "
+                f"{region.name} that iteration {then.number} stored to at {file}:{line}, and "
+                f"Triton's software pipeliner issues this load before that store; "
+                f"tl.range(..., num_stages=1) keeps their order",
                 other=old.location,
                 programs=(store.program, self._launch.program),
                 buffer=region.name,
-                marks=(old.mark, role.access(kind == "store", 0, name=region.name).mark),
-                missing="no barrier of the warps lies between 1 and 2",
+                marks=(old.mark, role.access(False, 0, name=region.name).mark),
+                missing="the compiled loop issues 2 before 1",
             )
             suppressions.judge(finding, self._launch.report)
-
-    def _is_in_place(self, region: Any, block: Block, store: _Store, mask: torch.Tensor) -> bool:
-        """Return whether these elements have the same positions in both blocks, this and the
-        store's."""
-        if block.size != store.size or store.access.role != self._launch.role.index:
-            return False
-        positions = _first(region.cells(region.shadow.tables[_POSITIONS])[block.index[mask]])
-        return torch.equal(positions.to(torch.int64), block.positions[mask])
 
     def _release_of(self, access: Access) -> Location:
         """Return the location where the role of this access first released afterwards."""
@@ -286,6 +415,12 @@ def _last(trail: list[tuple[int, Step]], access: Access) -> int | None:
     """Return the index of the last time a role made this access; None if it is not in the trail."""
     step = access.epoch, (_kind(access.where is not None, access.write), access.location)
     return next((i for i in reversed(range(len(trail))) if trail[i] == step), None)
+
+
+def _level(then: tuple[Turn, ...], now: tuple[Turn, ...]) -> int | None:
+    """Return the level of the loop of which these are two iterations; None if of none."""
+    pairs = enumerate(zip(then, now, strict=False))
+    return next((i if a.loop is b.loop else None for i, (a, b) in pairs if a != b), None)
 
 
 def _distinct(numbers: torch.Tensor) -> list[int]:

@@ -61,6 +61,9 @@ class Memory(Storage):
             return [range(offset, offset + memory.num_bytes) for offset in offsets]
 
         pairs = [(a, b) for a in spans(self) for b in spans(other)]
+        if not pairs:
+            question = "whether this buffer shares bytes with that of"
+            current().report.give_up(question, other.location)
         return bool(pairs) and all(a.start < b.stop and b.start < a.stop for a, b in pairs)
 
 

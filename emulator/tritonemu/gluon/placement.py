@@ -2,24 +2,22 @@
 
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from triton._C.libtriton import ir, nvidia
 
-from ..assembly import short
 from ..compiler import target_of
+from ..ttgir import calls, names
 
 _PTX_VERSION = 80  # the allocator's alone, whose result does not depend on it
 Calls = tuple[tuple[str, int], ...]
-"""File name and line of an allocation and of the calls that lead there, innermost first, without
-folders: Triton's cache may have compiled the same source elsewhere."""
+"""File name, without folders, and line of an allocation and of the calls that lead there, innermost
+first."""
 
 
 def places(asm: Mapping[str, Any], arch: str) -> list[tuple[Calls, int]]:
-    """Locate a compiled kernel's allocations, with offsets in bytes; none without such a kernel."""
-    if "ttgir" not in asm:
-        return []
+    """Locate a compiled kernel's allocations, with offsets in bytes."""
     context = ir.context()
     ir.load_dialects(context)
     nvidia.load_dialects(context)
@@ -32,10 +30,10 @@ def places(asm: Mapping[str, Any], arch: str) -> list[tuple[Calls, int]]:
     nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(passes, capability, _PTX_VERSION)
     passes.run(module, "allocate")
     text = str(module)
-    known = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, re.MULTILINE))
+    known = names(text)
     form = r"local_alloc .*allocation\.offset = (\d+) .*loc\((#loc\d*)\)$"
     allocations = re.findall(form, text, re.MULTILINE)
-    return [(tuple(_calls(loc, known)), int(offset)) for offset, loc in allocations]
+    return [(tuple(calls(loc, known)), int(offset)) for offset, loc in allocations]
 
 
 Bases = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
@@ -44,13 +42,13 @@ Bases = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 
 def registers(asm: Mapping[str, Any]) -> dict[tuple[str, int], set[Bases]]:
     """Collect the CTA layouts of registers in lines that move them to or from shared memory."""
-    text = asm.get("ttgir", "")
-    known = dict(re.findall(r"^(#\w+) = (?:loc\()?(.*?)\)?$", text, re.MULTILINE))
+    text = asm["ttgir"]
+    known = names(text)
     layouts: dict[tuple[str, int], set[Bases]] = {}
     operation = r" t\w+\.(?:async_shared_store|local_store|local_gather|local_scatter) "
     for types, loc in re.findall(operation + r"(.*) loc\((.*)\)$", text, re.MULTILINE):
         for layout in re.findall(r"tensor<[^,>]*, (#[\w.]+(?:<\{.*?\}>)?)>", types):
-            location = next(_calls(loc, known), ("", 0))
+            location = next(calls(loc, known), ("", 0))
             layouts.setdefault(location, set()).add(_bases(layout, known))
     return layouts
 
@@ -68,12 +66,3 @@ def _bases(layout: str, known: Mapping[str, str]) -> Bases:
             bases = re.findall(r"\[([\d, ]*)\]", match[1])
             return ((name, tuple(tuple(map(int, basis.split(","))) for basis in bases)),)
     return ()
-
-
-def _calls(loc: str, known: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """Resolve a location of MLIR to files and lines, innermost first."""
-    text = known.get(loc, loc)
-    if match := re.match(r'"([^"]*)":(\d+):\d+$', text):
-        yield short((match[1], int(match[2])))
-    for inner in re.findall(r"#loc\d*", text):
-        yield from _calls(inner, known)

@@ -1,0 +1,182 @@
+"""TTGIR of a launch: which warp has which element of a block, and which loads come early.
+
+The software pipeliner lets a loop issue loads of later iterations before stores of earlier ones; it
+does not ask whether their memory overlaps. Of what TTGIR does not tell the answer is None.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .assembly import Step, short
+from .errors import Location
+
+
+@dataclass(frozen=True)
+class _Blocked:
+    """A blocked layout of a block of this shape: which warp has which element."""
+
+    shape: tuple[int, ...]
+    spans: tuple[int, ...]
+    warps: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def warps_of(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the first warp that has each element, which is the one that stores it."""
+        index = torch.unravel_index(positions, self.shape)
+        number, step = torch.zeros_like(positions), 1
+        for dim in self.order:
+            number = number + index[dim] // self.spans[dim] % self.warps[dim] * step
+            step *= self.warps[dim]
+        return number
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A linear layout of a block of this shape. warps: dimension and bit of the place in the block
+    that each bit of the number of a warp is."""
+
+    shape: tuple[int, ...]
+    warps: tuple[tuple[int, int], ...]
+
+    def warps_of(self, positions: torch.Tensor) -> torch.Tensor:
+        index = torch.unravel_index(positions, self.shape)
+        bits = ((index[dim] >> bit & 1) << i for i, (dim, bit) in enumerate(self.warps))
+        return sum(bits, torch.zeros_like(positions))
+
+
+def _linear(sizes: tuple[int, ...], text: str) -> _Linear | None:
+    """Parse a linear layout; None if several warps have an element, or if no bit of its position
+    alone says which has it."""
+    lists = re.findall(r"(\w+) = \[((?:\[[\d, ]+\](?:, )?)*)\]", text)
+    bases = {
+        name: [tuple(map(int, base.split(","))) for base in re.findall(r"\[([\d, ]+)\]", each)]
+        for name, each in lists
+    }
+    steps = [max(base) for several in bases.values() for base in several if sum(base) == max(base)]
+    count = sum(map(len, bases.values()))
+    if len(steps) < count or any(step & step - 1 for step in steps) or "warp" not in bases:
+        return None
+    if not all(map(any, bases["warp"])):
+        return None
+    return _Linear(sizes, tuple((b.index(max(b)), max(b).bit_length() - 1) for b in bases["warp"]))
+
+
+def _blocked(sizes: tuple[int, ...], text: str) -> _Blocked:
+    lists = {
+        name: tuple(map(int, numbers.split(",")))
+        for name, numbers in re.findall(r"(\w+) = \[([\d, ]+)\]", text)
+    }
+    spans = zip(lists["sizePerThread"], lists["threadsPerWarp"], strict=True)
+    return _Blocked(sizes, tuple(a * b for a, b in spans), lists["warpsPerCTA"], lists["order"])
+
+
+_PARSERS = {"blocked": _blocked, "tensor blocked": _blocked, "tensor linear": _linear}
+# Operations that load or store, without the names of their dialects.
+_KINDS = {
+    **dict.fromkeys(("load", "descriptor_load", "descriptor_gather"), "load"),
+    **dict.fromkeys(("async_copy_global_to_local", "async_tma_copy_global_to_local"), "load"),
+    **dict.fromkeys(("store", "descriptor_store", "descriptor_scatter"), "store"),
+    **{"async_tma_copy_local_to_global": "store", "async_tma_scatter": "store"},
+    **{"async_tma_gather": "load", "tmem_load": "tensor load", "tmem_store": "tensor store"},
+}
+_OPERATION = re.compile(r"(?:%\S+ = )?tt(?:n?g)?\.(\w+) ")
+_BLOCK = re.compile(r".*\btensor<([\dx]+)x(?:!tt\.ptr<[^>]*>|\w+), (#\w+)>")
+
+
+def calls(loc: str, known: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+    """Resolve a location of MLIR to files, without folders, and lines, innermost first."""
+    text = known.get(loc, loc)
+    if match := re.match(r'"([^"]*)":(\d+):\d+$', text):
+        yield short((match[1], int(match[2])))
+    for inner in re.findall(r"#loc\d*", text):
+        yield from calls(inner, known)
+
+
+def names(text: str) -> dict[str, str]:
+    """Map the names of locations and layouts to what they stand for."""
+    return dict(re.findall(r"^(#\w+) = (?:loc\()?(.*?)\)?$", text, re.MULTILINE))
+
+
+@dataclass
+class _Region:
+    """Loads and stores [begin, end) within braces, in others that begin with `outer`. loop: line of
+    the loop that these are the body of."""
+
+    begin: int
+    outer: int
+    end: int = 0
+    loop: tuple[str, int] = ("", 0)
+
+
+class Module:
+    """A module of TTGIR: its loads and stores, in order."""
+
+    def __init__(self, text: str):
+        self._known = names(text)
+        self._steps: list[Step] = []
+        self._layouts: dict[Step, set[_Blocked | _Linear | None]] = {}
+        self._loops: list[_Region] = []
+        regions = [_Region(0, 0)]
+        for line in map(str.strip, text.splitlines()):
+            if line.startswith("}") and len(regions) > 1:
+                region = regions.pop()
+                region.end, region.loop = len(self._steps), self._line(line)
+            operation = _OPERATION.match(line)
+            if kind := operation and _KINDS.get(operation[1]):
+                self._steps.append((kind, self._line(line)))
+                layout = self._layout(kind, line)
+                self._layouts.setdefault(self._steps[-1], set()).add(layout)
+            if line.endswith("{"):
+                regions.append(_Region(len(self._steps), regions[-1].begin))
+                self._loops += [regions[-1]] * ("scf.for " in line)
+
+    def _line(self, text: str) -> tuple[str, int]:
+        loc = re.search(r" loc\((.*)\)$", text)
+        return next(calls(loc[1], self._known), ("", 0)) if loc else ("", 0)
+
+    def _layout(self, kind: str, line: str) -> _Blocked | _Linear | None:
+        block = _BLOCK.match(line)
+        written = re.match(r"#ttg\.(\w+)<(.*)>$", self._known.get(block[2], "") if block else "")
+        memory = "tensor " * kind.startswith("tensor ")
+        parse = written and _PARSERS.get(memory + written[1])
+        return parse(tuple(map(int, block[1].split("x"))), written[2]) if parse else None
+
+    def warps_of(self, step: Step, size: int) -> torch.Tensor | None:
+        """Return the first warp that accesses each element of a block of this size, None if
+        unknown."""
+        if size == 1:
+            return torch.zeros(1, dtype=torch.int64)
+        layouts = self._layouts.get((step[0], short(step[1])), {None})
+        layout = next(iter(layouts)) if len(layouts) == 1 else None
+        known = layout and math.prod(layout.shape) == size
+        return layout.warps_of(torch.arange(size)) if known else None
+
+    def issues_ahead(
+        self, loop: Location, load: Location, store: Location, distance: int, nested: bool = False
+    ) -> bool | None:
+        """Return whether a loop issues a load of one line before the store of another line, as many
+        iterations earlier. nested: whether the source has the load in a loop within this one."""
+        steps = ("load", short(load)), ("store", short(store))
+        loops = [each for each in self._loops if each.loop == short(loop)]
+        answers = {
+            self._is_ahead(each, loops, *steps, distance, nested)
+            for each in loops
+            if steps[1] in self._steps[each.begin : each.end]
+        }
+        return answers.pop() if len(answers) == 1 else None
+
+    def _is_ahead(
+        self, loop: _Region, loops: Sequence[_Region], load: Step, store: Step, distance: int,
+        nested: bool,
+    ) -> bool | None:  # fmt: skip
+        """Compare how many of each have been moved before the loop; after others of its line."""
+        begin = max(loop.outer, *(each.end * (each.end <= loop.begin) for each in loops))
+        peeled, body = self._steps[begin : loop.begin], self._steps[loop.begin : loop.end]
+        if load not in body or (nested and load in peeled):  # hoisted, or two loops are one
+            return True if load in peeled and not nested else None
+        ahead = peeled.count(load) / body.count(load) - peeled.count(store) / body.count(store)
+        return distance < ahead or (distance == ahead and body.index(load) < body.index(store))
