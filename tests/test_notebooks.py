@@ -34,6 +34,14 @@ def test_papermill_runs_what_jupytext_makes_of_a_chapter(page):
     assert (nb_kernel_name(notebook), nb_language(notebook)) == ("python3", "python")
 
 
+@pytest.mark.parametrize("page", LAUNCHING, ids=str)
+def test_no_text_stands_where_jupytext_drops_it(page):
+    """Behind the mark of a cell only its tags may follow."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    marks = [line for line in lines if line.startswith("# %%")]
+    assert [x for x in marks if not re.fullmatch(r"# %%( \[markdown\])?( tags=\[.*\])?", x)] == []
+
+
 def test_glued_numbers_have_formats_that_format():
     for page, text in TEXT_OF.items():
         for quoted in ROLE.findall(text):

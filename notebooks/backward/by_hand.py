@@ -173,7 +173,7 @@ print("dQ, dK, dV against autograd:", gaps(mask_on_scores(Q, K, V, dO, m), expec
 # finds nothing.
 #
 # *Rows and keys beyond the end* need no mask. Tails are loaded as zeros
-# ({doc}`../forward/v1_tiled`), so dO or V is 0 there, hence $dP = 0$, and $P = \alpha(0) = 0$. The
+# ({doc}`../forward/v1_tiled`), so dO or V is 0 there, hence $dP = 0$. The
 # zeros must be real. In memory the next sequence follows, and $0 \cdot \text{NaN}$ is NaN.
 #
 # *A tensor used several times* gets a sum. With {term}`grouped heads` {cite}`ainslie2023gqa`
@@ -294,8 +294,8 @@ chapter.glue(store_gb=stored / 1e9, store_ms=there_and_back, mma_ms=mma)
 # :class: dropdown
 #
 # {glue:text}`store_gb:.1f` GB. Writing and reading take {glue:text}`store_ms:.1f` ms, the MMA
-# {glue:text}`mma_ms:.1f` ms at the rate of the ceiling. And GELU' does not follow from GELU: left
-# and right of the minimum, two scores have the same value.
+# {glue:text}`mma_ms:.1f` ms at the rate of the {ref}`ceiling <rule-ceiling>`. And GELU' does not
+# follow from GELU: left and right of the minimum, two scores have the same value.
 # :::
 #
 # :::{exercise} No activation at all

@@ -12,7 +12,8 @@
 #
 # :::{admonition} In this chapter (30 minutes)
 # You will be able to split a published speedup into factors by a model, and to test the largest of
-# them on a GPU of another generation with one switch. All times here are in bursts.
+# them on a GPU of another generation with one switch. All times here are {ref}`in bursts
+# <rule-scope>`.
 # :::
 
 # %% tags=["hide-input"]

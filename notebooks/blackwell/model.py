@@ -72,7 +72,7 @@ short = over.set_axis(over.index.str.removeprefix("gdpa-"))
 # | caption: >
 # |   **The ledger of units is near the published rates, the roofline is not.** Modelled rate over
 # |   published rate of the GDPA forward kernel, NVIDIA B200, 750 W. Dashed: the model is right.
-# |   Both models have the same ceilings, assumed from other people's reports.
+# |   Both models have the same {ref}`ceilings <rule-ceiling>`, assumed from other people's reports.
 # | alt: >
 # |   A dot plot over twelve workloads. Points of the unit ledger lie near one, except half-full
 # |   batches of 256 at 0.78. Points of the roofline lie between 0.94 and 1.77, most well above one.

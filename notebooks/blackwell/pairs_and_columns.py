@@ -12,9 +12,9 @@
 # cores, and in the backward pass it is the bound. Which bytes can it be spared?
 #
 # :::{admonition} In this chapter (50 minutes)
-# You will be able to let two CTAs, a {term}`CTA pair`, share one {term}`MMA`, to plan 512 columns
-# of {term}`tensor memory` for five accumulators, and to count bytes until the count explains the
-# emulated time. Nothing here is measured.
+# You will be able to let two CTAs, a {term}`CTA pair`, share one {term}`MMA`, to plan {ref}`512
+# columns <rule-columns>` of {term}`tensor memory` for five accumulators, and to count bytes until
+# the count explains the emulated time. Nothing here is measured.
 # :::
 
 # %% tags=["hide-input"]
@@ -355,8 +355,8 @@ assert len(NOTES) == 7, "the numbers of the picture"
 chapter.annotated("\n\n".join(pieces), NOTES)
 
 # %% [markdown]
-# The forward kernels have the same rules: `o.empty` is to O what `dq.empty` is to dQ. Forget a
-# message, and the emulator finds it:
+# The forward kernels have the same rules: `o.empty` is to O what `dq.empty` is to dQ, and a buffer
+# goes back {ref}`after its store <rule-stores>`. Forget a message, and the emulator finds it:
 
 # %% tags=["remove-input"]
 CHANGES = {

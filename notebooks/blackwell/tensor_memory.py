@@ -78,7 +78,7 @@ chapter.figure(
 # | completion | `wait_group`, in order | a *commit* arrives on an mbarrier |
 # | `tanh` | 16 a clock | 16 a clock |
 #
-# Tensor memory is 128 lanes of 512 columns ({doc}`../operator/machine`), and a thread of `math`
+# Tensor memory is 128 lanes of 512 columns ({ref}`columns <rule-columns>`), and a thread of `math`
 # holds one lane, a row. P in bf16 needs half the columns of S in fp32. It may overwrite its own S
 # ({numref}`fig-tm-columns`), since a row of S is read before the same row of P is stored.
 #
@@ -161,6 +161,7 @@ chapter.figure(drawn["b2"], emulated="b2 for sm_100, modelled cycles")
 #
 # b3 makes the programs {term}`persistent <persistent kernel>`, with the work list of forward v8:
 # after the last P V of a tile comes the first S of the next item, for which `mma` waits for its Q.
+# `load` overwrites Q after `q.empty`, on which the commit of the item's last S arrives.
 
 # %% tags=["remove-input"]
 # | name: fig-b3-timeline

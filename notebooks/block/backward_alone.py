@@ -158,8 +158,9 @@ for rung in (v1_one_tile, v2_slab):
 wrong = studies.changed(v1_one_tile, ("GRAD_STRIDES=grad_out.stride()", "GRAD_STRIDES=q.stride()"))
 print(studies.findings(lambda: wrong.backward(ones, small), ("modelled",))[0].splitlines()[0])
 
-# %% [markdown] On a GPU that load would most likely succeed. On ragged lengths, with grouped heads,
-# rotary on q, k and v, and $\sin^2 + \cos^2 \ne 1$:
+# %% [markdown]
+# On a GPU that load would most likely succeed. On ragged lengths, with grouped heads, rotary on q,
+# k and v, and $\sin^2 + \cos^2 \ne 1$:
 
 # %% tags=["remove-cell"]
 ragged = block_studies.batch(

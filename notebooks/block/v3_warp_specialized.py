@@ -228,9 +228,9 @@ chapter.roles("v3_warp_specialized", "block_attention")
 # | $dK = dS^T Q$ is done | **dQ** | *dead* | **dK** | **dV** | *dead* |
 #
 # A slot has one consumer. Two consumers that share three slots would need a wait that tells "not
-# yet filled" from "filled twice", and an {term}`mbarrier` shows only the parity of its phase.
-# `Config` refuses such variants, which failed on the H200 in some of many launches
-# ({doc}`../tools/emulator` has the smallest example).
+# yet filled" from "filled twice", and an {term}`mbarrier` shows only the {ref}`parity
+# <rule-phases>` of its phase. `Config` refuses such variants, which failed on the H200 in some of
+# many launches ({doc}`../tools/emulator` has the smallest example).
 #
 # ### The backward kernel, with notes
 
@@ -386,7 +386,7 @@ studies.stepper(
 # ## The emulator finds the wait that a test of results would miss
 #
 # Block v3 agrees with fp64 on lengths around the edges of a block. What if `release` forgets its
-# wait, so that a slot goes back while its stores may still read it?
+# wait, so that a slot goes back while its {ref}`stores <rule-stores>` may still read it?
 
 # %% tags=["remove-cell"]
 for config in (Config(1, 1), Config(1, 3, 2), Config(2, 4)):

@@ -249,7 +249,8 @@ attempt(ring, COUNT=128)
 # | `alloc_warp_barrier(n, warps, roles)` | by each thread, as it comes | 32 · warps · roles |
 #
 # - Add up who arrives once in a phase: roles, or threads.
-# - Too high a count: whoever waits hangs. Too low: the first to arrive lets go for all.
+# - Too high a count: whoever waits hangs. Too low: the first to arrive lets go for all;
+#   if all arrive before `load` looks, two phases end, the parity is the old one, and `load` hangs.
 #
 # ## Two consumers
 #

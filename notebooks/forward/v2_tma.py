@@ -134,8 +134,9 @@ chapter.table(
 
 # %% [markdown]
 # A mask makes P of a missing key 0, but 0 x NaN = NaN. Zeros are right for any activation, since
-# the rows of V are zero too. Only pairs of real rows need a mask, as under a causal one. A
-# descriptor for each sequence would clip correctly, but the device must make it before each tile.
+# the rows of V are zero too; softmax needs the mask, for a key of zeros adds $e^0$ to the sum. Only
+# pairs of real rows need a mask, as under a causal one. A descriptor for each sequence would clip
+# correctly, but the device must make it before each tile.
 #
 # ## Five dimensions
 #

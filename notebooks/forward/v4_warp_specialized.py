@@ -14,7 +14,7 @@
 # separate what a block costs from what a tile costs. Back to back on the H200 a block of 128 keys
 # takes {glue:text}`block_v4:.2f` µs of an SM in forward v4 and {glue:text}`block_v2:.2f` µs in
 # forward v2, but a tile also pays a fixed {glue:text}`fixed_v4:.1f` instead of
-# {glue:text}`fixed_v2:.1f` µs. Variants have times in bursts alone.
+# {glue:text}`fixed_v2:.1f` µs. Variants have times {ref}`in bursts <rule-scope>` alone.
 # :::
 
 # %% tags=["hide-input"]
@@ -106,8 +106,8 @@ chapter.glue(mma=mma, tanh=tanh, in_step=mma + tanh, in_step_share=100 * mma / (
 # two CTAs that v2 has on an SM have the same limits. So long tiles gain nothing and short ones
 # lose, since the SM stands still at both ends of a tile. (Prototypes had shown both.)
 #
-# The third prediction is about registers. By {term}`setmaxnreg` the producer keeps 24 and each
-# consumer gets 240, where an even share is 168 ({doc}`../operator/machine`). S, the
+# The third prediction is about registers. By {ref}`setmaxnreg <rule-registers>` the producer keeps
+# 24 and each consumer gets 240, where an even share is 168 ({doc}`../operator/machine`). S, the
 # {term}`accumulator` and P take 160, so moving registers should not help yet.
 
 # %% tags=["remove-cell"]

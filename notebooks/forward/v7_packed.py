@@ -409,8 +409,8 @@ assert worst["v6, rounded"] < worst["PyTorch in bf16"] < worst["v7, pairs"], "th
 # Why did the instructions cost time, if the timelines of {doc}`v6_short_kv` show tensor cores that
 # are busy nearly all the time? Our guess was energy: saved instructions leave power for a higher
 # clock. So we read the H200's clock while it repeated each kernel on gdpa-self-full-2048. The
-# predictions are about bursts, and the first assumes, from earlier trials, that an fp32 instruction
-# per score costs 3 % of the rate:
+# predictions are about {ref}`bursts <rule-scope>`, and the first assumes, from earlier trials, that
+# an fp32 instruction per score costs 3 % of the rate:
 
 # %% tags=["remove-cell"]
 times = chapter.times()

@@ -309,7 +309,8 @@ chapter.table(
 #
 # The smallest of $N$ times of equal configurations lies below their mean by luck: by
 # {glue:text}`luck_2:.2f` standard deviations $\sigma$ of a time for two, {glue:text}`luck_8:.2f`
-# for eight, {glue:text}`luck_100:.2f` for a hundred, if the noise is normal. The replicates of
+# for eight, {glue:text}`luck_100:.2f` for a hundred, if the noise is normal, and below
+# $\sigma \sqrt{2 \ln N}$ for any $N$. The replicates of
 # {numref}`fig-measuring-aa` are equal. Choose one by the median of some samples, then time it by
 # its others:
 

@@ -307,9 +307,10 @@ chapter.table(
     computed="the tanh form of GELU in double precision",
 )
 
-# %% [markdown] There a score in bf16 costs several times the yardstick, and the promise of
-# `tanh.approx` is worth nothing: $1 + \tanh u$ cancels. Written as $x / (1 + e^{-2u})$ the function
-# has no such difference.
+# %% [markdown]
+# There a score in bf16 costs several times the yardstick, and the promise of `tanh.approx` is worth
+# nothing: $1 + \tanh u$ cancels. Written as $x / (1 + e^{-2u})$ the function has no such
+# difference.
 #
 # ## The polynomial on real scores
 #

@@ -158,7 +158,8 @@ assert off[1] < 1.05 * off[0] < off[2]
 # ## Split keys: every SM works for one user
 #
 # One user with 64 rows and four heads is work for four of 132 SMs. Forward v8 therefore cuts the
-# keys of small batches into pieces, each with an fp32 sum, and a second kernel adds these in a
+# keys of small batches into pieces, as many as fill the chip (SMs over tiles, rounded down: 33
+# for that user), each with an fp32 sum, and a second kernel adds these in a
 # fixed order, so every run gives the same bits.
 
 # %% tags=["remove-input"]

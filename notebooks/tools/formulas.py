@@ -74,7 +74,7 @@ assert (SAME.bytes("forward"), SAME.bytes("backward")) == (4 * each, 7 * each), 
 #
 # ## Work and bounds
 #
-# $C$ and $W$ are the ceilings (measured, medians): in bursts
+# $C$ and $W$ are the {ref}`ceilings <rule-ceiling>` (measured, medians): in bursts
 # {glue:text}`../measuring/roofline.ipynb::burst_median:.0f` TFLOP/s and, for a 1:1 copy,
 # {glue:text}`../measuring/roofline.ipynb::copies_median:,.0f` GB/s; back to back
 # {glue:text}`../measuring/roofline.ipynb::sustained_median:.0f` TFLOP/s.
@@ -108,7 +108,7 @@ assert (SAME.bytes("forward"), SAME.bytes("backward")) == (4 * each, 7 * each), 
 # | {doc}`consumer <../forward/planning>` | waits for *full* with the phase, arrives at *empty* |
 # | {doc}`producer <../forward/planning>` | waits for *empty* with 1 − phase, announces, copies |
 # | {doc}`arrive <../operator/machine>` | missing arrivals − 1 |
-# | {doc}`expect_tx <../operator/machine>` | missing bytes + announced; TLX: and arrives |
+# | {ref}`expect_tx <rule-expect-tx>` | missing bytes + announced; TLX: and arrives |
 # | {doc}`copy lands <../operator/machine>` | missing bytes − those of the whole box |
 # | {doc}`phase ends <../operator/machine>` | both are 0; the next one misses all arrivals again |
 # | {doc}`wait <../operator/machine>` (parity) | passes if the last phase to end has it; fresh: 1 |

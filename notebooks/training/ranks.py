@@ -367,6 +367,9 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
+# *Backward.* With Q, K and V at hand, heads exchanged receive dO and give back dQ, dK and dV in 16
+# bits. Where queries stay, dK and dV return in fp32; where keys stay, dO comes and dQ returns.
+#
 # *Limit.* Ranks must divide the key heads, of which grouped heads leave few.
 #
 # *Overlap.* A hop of $n = N / P$ rows is $4 n K d$ bytes and brings $4 n^2 H d$ FLOPs. With $H =
