@@ -8,7 +8,7 @@
 #
 # What becomes of a loop when one group of warps copies and another one multiplies?
 #
-# :::{admonition} In this chapter (35 minutes)
+# :::{admonition} In this chapter (40 minutes)
 # You will split a loop into a producer and a consumer with a ring of two slots between them, and
 # get phases, bytes and arrivals wrong on purpose. You need the {term}`mbarrier` of
 # {doc}`../operator/machine`, and no GPU.
@@ -298,7 +298,7 @@ chapter.glue(saved=saved, own_copies=compiled["UTMALDG"]["`plain`"], barriers=le
 compiled.insert(0, "mbarrier.init", [", ".join(map(str, counts)) for counts in numbers.values()])
 chapter.table(
     compiled.drop(columns=["registers", "spilled (B)", "serialised"]).reset_index(),
-    caption="**Two roles are 2 arrivals, or 256.** Counts of `mbarrier.init` in PTX; in SASS TMA "
+    caption="**Two roles are 2 arrivals, or 256.** Arrivals that each `mbarrier.init` in PTX expects; in SASS TMA "
     "loads, MMAs, and meetings of warps.",
     compiled="for sm_90a when this page was built",
 )  # fmt: skip

@@ -265,7 +265,7 @@ chapter.glue(
 # :::{solution} ex-v0-scale
 # :class: dropdown
 #
-# Two crossings of the scores go, as with the fused scale: {glue:text}`fused_ms:.1f` ms modelled.
+# Two crossings of the scores go: {glue:text}`fused_ms:.1f` ms modelled.
 # One pass over q comes. The scaled q is rounded to bf16, so each term of a score inherits another
 # relative error of up to $2^{-9}$; but rounding the scores after `* scale` is gone. At head_dim 64
 # the scale is 1/8, a power of two, and nothing is rounded.

@@ -225,7 +225,7 @@ chapter.predictions()
 # %% [markdown]
 # ## Measurement
 #
-# All three brackets are exceeded ({numref}`fig-v2-shapes`): TMA saves more than issue slots.
+# Both intervals are exceeded ({numref}`fig-v2-shapes`): TMA saves more than issue slots.
 #
 # On full batches cuDNN is {glue:text}`cudnn_least:.2f` to {glue:text}`cudnn_most:.2f` times as fast
 # as v2, softmax included. Open kernels of its class give different warps different jobs
@@ -320,8 +320,8 @@ chapter.profile("v1_tiled", "v2_tma", workload="gdpa-self-full-512")
 # :::{solution} ex-v2-long
 # :class: dropdown
 #
-# v1 multiplies row numbers by strides in 64 bits (`tile` casts them); in v2 the copy engine does.
-# The coordinate `start + length` must stay below `ANY`, a little before the int32 offsets in
+# v1 multiplies row numbers by strides in 64 bits (`tile_pointers` casts them); in v2 the copy engine does.
+# The coordinate `start + length` must stay below 2,147,418,112 (`ANY` in its source), a little before the int32 offsets in
 # `cu_seqlens` overflow. A longer batch can be cut in two at the end of a sequence.
 # :::
 #

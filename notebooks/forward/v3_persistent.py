@@ -11,7 +11,7 @@
 # launching only as many programs as the device holds, and giving them a list of the tiles that
 # exist?
 #
-# :::{admonition} In this chapter (30 minutes)
+# :::{admonition} In this chapter (20 minutes)
 # You will make a kernel persistent, model how a list of tiles falls on its programs, and find which
 # number of programs to avoid. All times of this chapter are {ref}`in bursts <rule-scope>`.
 # :::

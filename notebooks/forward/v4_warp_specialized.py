@@ -14,7 +14,7 @@
 # separate what a block costs from what a tile costs. Back to back on the H200 a block of 128 keys
 # takes {glue:text}`block_v4:.2f` µs of an SM in forward v4 and {glue:text}`block_v2:.2f` µs in
 # forward v2, but a tile also pays a fixed {glue:text}`fixed_v4:.1f` instead of
-# {glue:text}`fixed_v2:.1f` µs. Variants have times {ref}`in bursts <rule-scope>` alone.
+# {glue:text}`fixed_v2:.1f` µs. The variants were timed {ref}`in bursts <rule-scope>` only.
 # :::
 
 # %% tags=["hide-input"]

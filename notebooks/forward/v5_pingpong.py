@@ -12,8 +12,8 @@
 # :::{admonition} In this chapter (35 minutes)
 # You will software-pipeline a consumer loop by half an iteration, read in the emulator what that
 # hides, and find in the SASS what the compiler made of it. On full batches forward v5 is
-# {glue:text}`faster_min:.0f` to {glue:text}`faster_max:.0f` % faster than forward v4 in bursts, and
-# {glue:text}`steady:.0f` % faster back to back at 1,024 tokens.
+# {glue:text}`faster_min:.0f` to {glue:text}`faster_max:.0f` % faster than forward v4 in bursts of
+# {doc}`the results <results>`, and {glue:text}`steady:.0f` % faster back to back at 1,024 tokens.
 # :::
 
 # %% tags=["hide-input"]

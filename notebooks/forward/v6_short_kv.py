@@ -67,7 +67,7 @@ chapter.glue(price=price, saved=saved)
 # %% tags=["remove-input"]
 # | name: fig-v6-steps
 # | caption: >
-# |   **The first step is the only one that is worth its name.** Rate of each step over the rate of
+# |   **Only the first step pays.** Rate of each step over the rate of
 # |   the step before, in bursts.
 # | alt: >
 # |   Dots for each workload. v6a over v5 is far right of 1, most with 256 keys and on half-full
@@ -88,7 +88,7 @@ chapter.figure(
 # | K and V are fetched | per tile | per tile | per tile | once per head, if they fit |
 #
 # Inside a tile nothing changes. {doc}`forward v3 <v3_persistent>` was persistent too and gained
-# nothing, because two of its CTAs shared an SM and each hid the other's prologue and epilogue. A
+# nothing on full batches, because two of its CTAs shared an SM and each hid the other's prologue and epilogue. A
 # CTA of v4 or v5 fills an SM, which stands still while it starts or stores.
 #
 # Nor are empty tiles free any longer. In a half-full batch many CTAs find no row to compute. A CTA
@@ -216,7 +216,8 @@ studies.stepper(
 # the other one. The gap between two CTAs of v5 stopped both consumers and the copies.
 #
 # Resident K and V save L2 bandwidth that was hardly short. Only with blocks of 64 keys and 1,024
-# queries do they gain more than noise, and v6 takes blocks of 128. Both steps stay because
+# queries do they gain more than noise, and v6 takes blocks of 128; where half-full batches have 256
+# tokens they lose. Both steps stay because
 # {doc}`forward v7 <v7_packed>` makes a score cheaper, and cheaper scores leave longer gaps.
 
 # %% tags=["remove-input"]

@@ -213,7 +213,7 @@ for one in ("gelu_tanh.tanh", "silu.tanh"):
     assert (quick["error"] > speed["error"][one]).all(), "the caption says so"
 
 # %% [markdown]
-# *Two limits that are close cost more than either.* GELU and SiLU both need one MUFU result, but
+# *Where two limits are close, the loop is slower than either.* GELU and SiLU both need one MUFU result, but
 # GELU also fills {glue:text}`issue_gelu:.0f` % of the issue slots that pass meanwhile, SiLU
 # {glue:text}`issue_silu:.0f` %. Sequences with one tanh reach {glue:text}`ones_min:.1f` to
 # {glue:text}`ones_max:.1f` (SiLU) elements a clock, of 16. A mixture makes SiLU
@@ -338,7 +338,8 @@ chapter.code(activations.tanh_cubic_packed)
 
 # %% [markdown]
 # In {term}`SASS`, for head_dim 128, there is one tanh per score, so dividing by the number of
-# `MUFU` gives instructions per score:
+# `MUFU` gives instructions per score, once the {glue:text}`output_slots:.0f` that scale and round the
+# output are left out:
 
 # %% tags=["remove-cell"]
 ARITHMETIC = ["FFMA", "FMUL", "HFMA2", "HMUL2", "F2FP", "PRMT"]
@@ -347,6 +348,7 @@ built = studies.compiled(
     {"forward v6": (V6, None), "forward v7": (V7, None)}, ("MUFU", *ARITHMETIC)
 )
 count = built.set_index("kernel")
+chapter.glue(output_slots=OUTPUT)
 # The code of a score stands three times in a loop's role, its last half instruction only twice.
 count["for a score"] = (count[ARITHMETIC].sum(axis=1) - OUTPUT) / count["MUFU"] + 0.5 / 3
 
@@ -407,7 +409,7 @@ assert worst["v6, rounded"] < worst["PyTorch in bf16"] < worst["v7, pairs"], "th
 # ## The surprise: the better kernel runs at a lower clock
 #
 # Why did the instructions cost time, if the timelines of {doc}`v6_short_kv` show tensor cores that
-# are busy nearly all the time? Our guess was energy: saved instructions leave power for a higher
+# are busy most of the time? Our guess was energy: saved instructions leave power for a higher
 # clock. So we read the H200's clock while it repeated each kernel on gdpa-self-full-2048. The
 # predictions are about {ref}`bursts <rule-scope>`, and the first assumes, from earlier trials, that
 # an fp32 instruction per score costs 3 % of the rate:

@@ -154,7 +154,7 @@ chapter.figure(
 # ## Prediction and measurement
 #
 # S of 128 keys takes 512 cycles or more, and twice that when the other consumer holds the tensor
-# core. P V queued behind S should gain 5 to 15 % where a tile has many blocks. With 256 keys the
+# core. P V queued behind S should gain where a tile has many blocks. With 256 keys the
 # loop runs once. The predictions are about {ref}`bursts <rule-scope>`; the table is back to back.
 
 # %% tags=["remove-input"]

@@ -13,7 +13,8 @@
 # You will put any workload between two times, one for perfect overlap of arithmetic and traffic and
 # one for none. Of the {glue:text}`published:.0f` published shapes {glue:text}`memory_bound:.0f` are
 # memory-bound, and a kernel whose tensor cores wait for the tanh cannot exceed
-# {glue:text}`in_turns:.0f` TFLOP/s.
+# {glue:text}`in_turns:.0f` TFLOP/s. A *burst* is one launch on a rested GPU; *back to back* is a
+# second without pauses ({doc}`protocol`).
 # :::
 
 # %% tags=["hide-input"]
@@ -211,7 +212,7 @@ print(f"bracket: {bracket.lower_us:.0f} to {bracket.upper_us:.0f} us")
 # %% tags=["remove-cell"]
 timed = chapter.rows("forward/results", direction="forward").dropna(subset=["percent_of_roofline"])
 chapter.predict(
-    f"None of {len(timed)} correct kernel times lies below its bracket.",
+    f"None of {len(timed)} correct times in bursts of the forward results lies below its bracket.",
     timed["percent_of_roofline"].max(), most=100, form=".0f", unit=" % of the roofline",
 )  # fmt: skip
 
@@ -222,7 +223,7 @@ chapter.glue(
     published=len(names), memory_bound=(everything.loc[list(names), "bound"] == "memory").sum(),
     ridge_low=min(ridges), ridge_high=max(ridges), full_256=spread["gdpa-self-full-256"],
     gap=100 * (spread["gdpa-self-full-2048"] - 1), widest=spread.idxmax(), factor=spread.max(),
-    cross=1 / (spread["gdpa-cross-full-2048"] - 1), causal=4 * max(ridges),
+    cross=1 / (spread["gdpa-cross-full-2048"] - 1), causal=4 * min(ridges),
     share=100 * ceilings.tflops / tanh, turns_share=100 * in_turns / ceilings.tflops,
     tanh=tanh, in_turns=in_turns, tera=tanh_per_us / 1e6, sms=machine.num_sms,
     clock=machine.max_sm_clock_mhz, watts=machine.power_limit_w,

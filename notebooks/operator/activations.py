@@ -9,7 +9,7 @@
 #
 # How accurate must an activation be, and which instructions are accurate enough?
 #
-# :::{admonition} In this chapter (35 minutes)
+# :::{admonition} In this chapter (25 minutes)
 # You will judge an approximation by the rounding that hides it, and choose inputs that expose one
 # with a limited range. The published kernel's degree-6 polynomial is GELU for small scores only: at
 # standard deviation 1 its relative L2 error is {glue:text}`l2_one:.0f` %.
@@ -268,7 +268,7 @@ chapter.predictions()
 #
 # If a score has the relative error $\epsilon$, its activation has $\kappa\epsilon$, with the
 # *relative condition number* $\kappa(s) = s\,\alpha'(s) / \alpha(s)$ of the activation $\alpha$.
-# GELU's is close to 1 for positive scores and −{glue:text}`kappa:.0f` at −4. That is harmless if
+# That of GELU's tanh form is close to 1 for positive scores and −{glue:text}`kappa:.0f` at −4. That is harmless if
 #
 # - $\epsilon$ is small: scores summed in fp32 stand any of these factors; or
 # - the row holds larger terms: the *absolute* error at −4 is only $|s\,\alpha'(s)|\,\epsilon =$

@@ -160,7 +160,7 @@ for some in (blocks, blocks[::-1]):
 # ## One operator, three uses
 #
 # In **self-attention** ({numref}`fig-gdpa-uses`) all three tensors are projections of the same
-# tokens, as in the first cell.
+# tokens; the first example has their shapes.
 #
 # **{term}`PMA`**, pooling by multi-head attention {cite}`lee2019settransformer`, summarises a
 # history of any length in a fixed number of rows. The original uses softmax; GDPA keeps its shape.

@@ -9,7 +9,7 @@
 # In which bank of shared memory, in which thread's registers does each number of a tile lie, and
 # when does that cost cycles?
 #
-# :::{admonition} In this chapter (15 minutes)
+# :::{admonition} In this chapter (25 minutes)
 # You will count bank conflicts, mend them with a swizzle, say which thread holds an element of an
 # {term}`accumulator`, and see when the compiler moves a whole tile to rotate its pairs.
 # :::
@@ -107,7 +107,7 @@ chapter.table(
 )  # fmt: skip
 
 # %% [markdown]
-# Longer rows mend as much but cost room, and TMA writes its box without gaps. In TLX `local_alloc`
+# Padded rows cure as much but waste shared memory, and TMA writes its box without gaps. In TLX `local_alloc`
 # chooses the swizzle by the bytes of a row, and TMA, MMA and the reads of your threads follow it; a
 # tile of 128 columns is stored as two of 64.
 #
@@ -195,7 +195,8 @@ chapter.table(
 # %% [markdown]
 # Interleaved pairs spill {glue:text}`spilled:.0f` bytes a thread on Blackwell, and on Hopper the
 # order of two lines decides between two tiles and none. So look for `ttg.convert_layout` of a large
-# tile in the TTGIR ({doc}`machine`). Load the small operand first. Or choose the pairing: permuting
+# tile in the TTGIR ({doc}`machine`). On Hopper load the small operand first; on Blackwell it
+# costs registers and moves nothing less. Or choose the pairing: permuting
 # the columns of the projections of q and k alike turns interleaved pairs into halves and leaves all
 # scores as they are. Or rotate an operand in shared memory before its MMA, where any layout may
 # read it ({doc}`../block/v4_rotary`).
@@ -225,7 +226,7 @@ assert (cycles(stored), cycles(swizzled(stored))) == (8, 1), "the solution"
 # :label: ex-layouts-groups
 #
 # On Blackwell two warp groups share the 128 rows of an accumulator, each with half of the columns.
-# Which pairs are torn apart, and how do you deal the columns instead? *(paper)*
+# Which pairs are split between the groups, and how would you assign the columns instead? *(paper)*
 # :::
 #
 # :::{solution} ex-layouts-groups

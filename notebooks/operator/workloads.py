@@ -8,7 +8,7 @@
 #
 # What does a batch of histories cost, before any kernel runs?
 #
-# :::{admonition} In this chapter (30 minutes)
+# :::{admonition} In this chapter (20 minutes)
 # You will compute a batch's FLOPs, fewest bytes and padding waste from its lengths, and predict how
 # evenly a list of tiles loads the GPU. For MovieLens 20M a padded kernel computes
 # {glue:text}`waste:.0f` scores for each one that is needed.
