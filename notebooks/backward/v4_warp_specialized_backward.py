@@ -46,8 +46,9 @@ chapter.glue(over_v2=loops[V2] / loops[V4])
 # %% tags=["remove-input"]
 # | name: fig-bw4-ladder
 # | caption: >
-# |   **Backward v4 is as fast as FlashAttention-3 and FlashAttention-4's dense form on full batches
-# |   of 1,024 tokens, and faster than all else.** The backward ladder up to v4, back to back.
+# |   **Backward v4 comes within 2 % of FlashAttention-3 and of FlashAttention-4's dense form on
+# |   full batches of 1,024 tokens, and is faster than all else.** The backward ladder up to v4, back
+# |   to back.
 # | alt: >
 # |   Bars of TFLOP/s. v4, both forms of FlashAttention-3 and the dense FlashAttention-4 have nearly
 # |   the same length; FlashAttention-4 and cuDNN follow; v2 is well behind.
@@ -109,7 +110,7 @@ chapter.roles(V4)
 # *Fold* is arithmetic. With $x = s \cdot scale$ and $t = \tanh u(x)$, GELU is
 # $\tfrac{scale}{2} \cdot s(1 + t)$ and its derivative $\tfrac12(1 + c)$ with
 # $c = t + x\,u'(x)(1 - t^2)$. The constants $\tfrac{scale}{2}$ and $\tfrac12$ are the same for all
-# scores, so they can be multiplied into the sums: three of twelve floating-point instructions less
+# scores, so they can be multiplied into the sums: three of twelve floating-point instructions fewer
 # per score. (In fp16 the missing factor may overflow, so only bf16 is folded.)
 #
 # ## Late addresses: a zero that one compiler cannot see through
@@ -218,8 +219,8 @@ chapter.code("\n".join(shown[1:]), language="text")
 # %% tags=["remove-input"]
 # | name: fig-bw4-ideas
 # | caption: >
-# |   **Five of the six ideas help when they are added, and "S first" hurts until its addresses are
-# |   late.** TFLOP/s in bursts on gdpa-self-full-1024, ideas added from top to bottom; in brackets
+# |   **Five of the six ideas help when they are added, and "S first" hurts then, and
+# |   helps in the finished kernel.** TFLOP/s in bursts on gdpa-self-full-1024, ideas added from top to bottom; in brackets
 # |   what each one changes.
 # | alt: >
 # |   Horizontal bars of TFLOP/s, backward v2 first, then seven variants of backward v4. The rate

@@ -147,7 +147,7 @@ chapter.code(v5.exchange_ds, "tlx.barrier_wait")
 
 # %% [markdown]
 # **Who may overwrite dS.** When dQ of a step is done, both this CTA's dS and the copy of the
-# other's have been read. So its consumer arrives on `ds_empty` in both CTAs. The barrier counts
+# other's have been read. So its consumer arrives on `ds.empty` in both CTAs. The barrier counts
 # two, and only when both have come may a consumer write the next dS:
 
 # %% tags=["remove-input"]
@@ -382,7 +382,7 @@ chapter.figure(chart, measured=rows)
 #
 # **The zero fill was also a promise.** In backward v4 a row without contributions keeps the zeros
 # of the fill. Without a fill, every row needs a tile that writes it, even the rows of a sequence
-# without keys; the list has `least=1` for that.
+# without keys; the work list has at least one tile a sequence for that.
 
 # %% tags=["remove-cell"]
 ragged = studies.batch((130, 70, 0, 1), (128, 0, 5, 63), heads=2)
@@ -399,7 +399,7 @@ assert silent == "" and dq.isnan().any(), "the text: rows unwritten, the emulato
 # programs do, and here none does anything. Only a comparison finds it, if the memory held something
 # else before. So `measure` fills earlier results with NaN.
 #
-# **An addition moves more than it says.** With 2,048 queries on 128 keys, a row costs backward v6
+# **An addition moves more than it says.** Back to back, with 2,048 queries on 128 keys, a row costs backward v6
 # {glue:text}`saved:.2f` ns less than v4. The 1,536 bytes that it does not move take
 # {glue:text}`bytes:.2f` ns at the rate of a copy. Where v4's time goes, in bursts:
 
@@ -408,7 +408,7 @@ order = ["v4", "v4, nothing added", "zero fill", "rounding", "v6"]
 chapter.table(
     parts[order].rename("µs").rename_axis("backward").reset_index(), digits={"µs": 0},
     name="tab-bw6-pieces",
-    caption="**The additions are the largest part of what backward v4 takes longer than v6.** "
+    caption="**The additions are the largest part of v4's extra time over v6.** "
     "2,048 queries on 128 keys, in bursts.",
     measured=chapter.holders("pieces"),
 )  # fmt: skip
@@ -544,7 +544,7 @@ chapter.profile("v7_wide_backward", workload="gdpa-self-full-512-b256-d256", dir
 # quarter of the 128 columns of dQ. (a) How many KiB of dS does a CTA send in a step, how many does
 # it receive, and how much of the others' K does it hold? (b) Add up its shared memory with two
 # slots each of Q, dO and dS. An SM has 227 KiB. What fits, and what does that cost? (c) How many
-# arrivals must `ds_empty` count now, and where do they come from? *(paper, thirty minutes, as in
+# arrivals must `ds.empty` count now, and where do they come from? *(paper, thirty minutes, as in
 # an exam)*
 # :::
 #

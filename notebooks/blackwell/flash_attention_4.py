@@ -10,7 +10,7 @@
 # With few keys the published kernel is "up to 3.5 times as fast as FlashAttention-4". How much of
 # that is attention?
 #
-# :::{admonition} In this chapter (30 minutes)
+# :::{admonition} In this chapter (20 minutes)
 # You will be able to split a published speedup into factors by a model, and to test the largest of
 # them on a GPU of another generation with one switch. All times here are {ref}`in bursts
 # <rule-scope>`.

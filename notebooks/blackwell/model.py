@@ -10,7 +10,7 @@
 # One published kernel on one GPU reaches {glue:text}`best:,.0f` TFLOP/s on one shape of a full
 # batch and {glue:text}`worst:,.0f` on another. Why?
 #
-# :::{admonition} In this chapter (35 minutes)
+# :::{admonition} In this chapter (25 minutes)
 # You will be able to count what a tile costs each unit of an SM, and to get the published forward
 # rates on full batches to {glue:text}`rms_ledger:.1f` % (root mean square) with one constant from
 # outside, where the {term}`roofline` misses them by {glue:text}`rms_roofline:.0f` %. Then the same

@@ -183,7 +183,7 @@ chapter.glue(lost=100 * (1 - real(512, 512) / real(512, 256)))
 
 # %% [markdown]
 # b5's emulated item includes K and V, loaded once. On half-full batches of 512 tokens,
-# {glue:text}`lost:.0f` % fewer of the pairs that b6 computes are real than of b4's or b7's. That is
+# {glue:text}`lost:.0f` % fewer of b6's computed pairs are real than of b4's or b7's. That is
 # what b7 is for.
 #
 # ## Five accumulators need 640 columns, and there are 512

@@ -13,7 +13,7 @@
 # :::{admonition} In this chapter (50 minutes)
 # You will be able to place S, P and O in {glue:text}`columns:.0f` columns of {term}`tensor memory`,
 # give all {term}`MMAs <MMA>` to one thread, and break up a chain of waits in three steps. Nothing
-# in this part is measured, since we have no B200: the kernels are compiled and emulated.
+# of ours for Blackwell is measured, since we have no B200: the kernels are compiled and emulated.
 # :::
 
 # %% tags=["hide-input"]

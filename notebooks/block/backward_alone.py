@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Block attention's backward pass needs q, k and v alone
+# # Block attention's backward pass keeps q, k and v alone
 #
 # What must a forward pass keep for its backward pass, and which roundings decide the error of a
 # gradient?
@@ -124,7 +124,7 @@ chapter.glue(tensors=total["block v2"], flash_tensors=total["block v0"])
 #
 # ## The gradient of rotary is the transpose, not the inverse
 #
-# In {eq}`eq-block-rotary-gradient` stands $R^{\mathsf T}$, whatever $R$ is. Only if
+# In {eq}`eq-block-rotary-gradient` $R^{\mathsf T}$ stands, whatever $R$ is. Only if
 # $\sin^2 + \cos^2 = 1$ is this also $R^{-1}$, and the operator takes sin and cos as they come. In
 # general $R^{\mathsf T} R\,x$ is $(\sin^2 + \cos^2)\,x$:
 

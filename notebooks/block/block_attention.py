@@ -9,7 +9,7 @@
 # Attention over a history of thousands of events costs the square of its length. What is left, and
 # what does it cost, if every token sees at most 63 others?
 #
-# :::{admonition} In this chapter (35 minutes)
+# :::{admonition} In this chapter (20 minutes)
 # You will be able to write block attention from its definition, run it on any kernel that takes
 # {term}`jagged` batches, and say what its backward pass must keep.
 # :::

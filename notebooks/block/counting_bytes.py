@@ -9,7 +9,7 @@
 # What does memory traffic allow, and how much can a kernel made for blocks of 64 tokens gain over a
 # general one?
 #
-# :::{admonition} In this chapter (35 minutes)
+# :::{admonition} In this chapter (20 minutes)
 # You will be able to count a design's bytes, turn them into a floor in microseconds, and test
 # published times against it.
 # :::
@@ -187,7 +187,7 @@ for way, (read, written) in {"forward": (3, 1), "backward": (4, 3)}.items():
     assert 1.5 * per_us < read * tile
 
 # %% [markdown]
-# The loads of *one* tile are enough, even at 1.5 µs. But loads must be in flight *all
+# At head_dim 128 the loads of *one* tile are enough, even at 1.5 µs. But loads must be in flight *all
 # the time*, and a program that loads, computes, stores and ends has none in flight while it
 # computes. So there are two ways to keep memory busy: several programs per SM, which load while
 # others compute ({doc}`v1_one_tile`), or one program that never stops loading

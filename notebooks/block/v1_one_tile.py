@@ -10,7 +10,7 @@
 # The scores of a block fit on the chip. What of FlashAttention-2 can be left out, and what is each
 # piece worth?
 #
-# :::{admonition} In this chapter (35 minutes)
+# :::{admonition} In this chapter (25 minutes)
 # You will be able to take a general algorithm apart, price each piece by its bytes, and check the
 # price by putting the piece back alone. Back to back at head_dim 128, block v1 is
 # {glue:text}`gain_forward:.2f` times as fast as block v0 in the forward pass and

@@ -10,7 +10,7 @@
 # This operator is bound by bytes, and neither persistent programs nor {term}`warp specialization`
 # save any. What can they buy?
 #
-# :::{admonition} In this chapter (45 minutes)
+# :::{admonition} In this chapter (30 minutes)
 # You will be able to tell from a compiled loop whether anything overlaps its loads, to decide by
 # Little's law how many slots a kernel needs, and to store results in tiles that are no longer
 # needed. At head_dim 128 block v3 is {glue:text}`faster_v1:.0f` % faster than block v1 in the

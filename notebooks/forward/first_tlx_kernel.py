@@ -298,7 +298,8 @@ chapter.glue(saved=saved, own_copies=compiled["UTMALDG"]["`plain`"], barriers=le
 compiled.insert(0, "mbarrier.init", [", ".join(map(str, counts)) for counts in numbers.values()])
 chapter.table(
     compiled.drop(columns=["registers", "spilled (B)", "serialised"]).reset_index(),
-    caption="**Two roles are 2 arrivals, or 256.** Arrivals that each `mbarrier.init` in PTX expects; in SASS TMA "
+    caption="**Two roles are 2 arrivals, or 256.** Arrivals that each `mbarrier.init` in PTX "
+    "expects; in SASS TMA "
     "loads, MMAs, and meetings of warps.",
     compiled="for sm_90a when this page was built",
 )  # fmt: skip

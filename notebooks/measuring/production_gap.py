@@ -147,7 +147,7 @@ chapter.glue(
 # %% tags=["remove-input"]
 # | name: fig-gap-law
 # | caption: >
-# |   **With few keys FlashAttention-4's path for Hopper falls behind its own best rate fastest.**
+# |   **With few keys FlashAttention-4's path for Hopper loses most of its own best rate.**
 # |   The modelled gap, full tiles: to the right the start of a tile weighs more.
 # | alt: >
 # |   Three rising curves that meet at the left, at 2,048 keys. FlashAttention-4 rises steeply; the

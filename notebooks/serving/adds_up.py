@@ -405,7 +405,7 @@ chapter.glue(after=UPDATES * (2e-4 / last[SAME]) ** 2 / 1e6, law=last[SAME] / UP
 # :::{solution} ex-sum-recompute
 # :class: dropdown
 #
-# In the end the error is {glue:text}`law:.0e` times the square root of the updates, so it takes
+# In the end the error is {glue:text}`law:.2e` times the square root of the updates, so it takes
 # {glue:text}`after:.0f` million of them. (With what it begins with, the law misses no mark of the
 # figure by more than {glue:text}`law_off:.0f` %.) `StoredSums.stale` uses such a law, and also the
 # largest size the sum has had, since the rounding of a large sum remains when it has become small.

@@ -90,7 +90,7 @@ chapter.figure(
 # | | activation | mask | bias |
 # |:--|:--|:--|:--|
 # | definition | $P = f(S)$ | $P_{ij} = 0$ where hidden | $S = s\,QK^{\mathsf T} + B$ |
-# | derivative | $dS = f'(S) \circ dP$ | $dS_{ij} = 0$ there, too | $dB = dS$, summed by entry |
+# | derivative | $dS = f'(S) \circ dP$ | $dS_{ij} = 0$ there, too | $dB = c\,dS$, summed by entry |
 # | kernel | one function per element | blocks skipped, tiles masked | a load per pair |
 # | test | value and slope against autograd | draw it | gradients of the tables |
 # | you write | two `@triton.jit` functions | arguments, if one fits | a `RelativeBias` |
@@ -203,7 +203,7 @@ chapter.code(masks.mask_probabilities)
 #
 # HSTU {cite}`zhai2024hstu` adds two learned numbers to each score, one for the distance of the two
 # positions and one for the time between the two events, sorted into buckets. They are added
-# *before* the activation, so $dB = dS$, and the gradient of an entry is the sum over all pairs that
+# *before* the activation, so $dB = c\,dS$, and the gradient of an entry is the sum over all pairs that
 # read it:
 
 # %% tags=["remove-cell"]

@@ -9,7 +9,7 @@
 # Which published numbers about these operators cannot be right, and how does one see that without a
 # GPU?
 #
-# :::{admonition} In this chapter (15 minutes)
+# :::{admonition} In this chapter (10 minutes)
 # You will test {glue:text}`refuted:.0f` published statements by multiplying counts and comparing
 # them with each other and with the machine. {doc}`claims` has every claim with its answer.
 # :::
@@ -81,9 +81,9 @@ chapter.figure(
 # In the chart of the cross-attention *backward* pass the bars of FlashAttention-4 equal those of
 # the *forward* chart ({numref}`fig-cross-fwd-full`), within the error of reading bars. Over the
 # bars of the forward pass they are {glue:text}`suspect`, those of all other kernels and charts
-# {glue:text}`rest`. So every factor over FlashAttention-4 in that chart is without a basis.
+# {glue:text}`rest`. So every factor over FlashAttention-4 in that chart has no basis.
 #
-# ## Six more
+# ## Six more statements
 
 # %% tags=["remove-cell"]
 sigma = 128**0.5
@@ -117,7 +117,7 @@ chapter.glue(sigma=sigma, limit=limit, inside=100 * inside, off=off, empty=100 *
 #
 # Block attention gains 2.50 backward and 1.85 forward, since the log-sum-exp need not be read
 # : For 1,152 sequences of 1,400 tokens and four heads that is 25.8 MB, beside 11.6 GB. Not reading
-#   O for a separate pass, one of eight tensors, saves 12.5 % ({doc}`../block/counting_bytes`).
+#   O, one of eight tensors if its pass is fused, saves 12.5 % ({doc}`../block/counting_bytes`).
 #
 # Its tables have "sparsity 0.7"
 # : 64 keys a query leave out {glue:text}`empty:.0f` % of the scores. 0.7 is a {term}`fill`, and the

@@ -9,7 +9,7 @@
 # What do the sums of GDPA give a model that the averages of softmax do not? And how do you know
 # that a layer is right?
 #
-# :::{admonition} In this chapter (30 minutes)
+# :::{admonition} In this chapter (20 minutes)
 # You will train a small model of user histories, test layers against their references through whole
 # training runs, and see what padding and masks do to gradients. The model comes within
 # {glue:text}`excess_sums:.3f` of the best possible loss; with averages instead of sums it stays

@@ -9,7 +9,7 @@
 # A kernel computes a function or its gradients. A model wants more: an operator that can be
 # differentiated, compiled and cast, and that stops when it is called wrongly. What does that take?
 #
-# :::{admonition} In this chapter (20 minutes)
+# :::{admonition} In this chapter (15 minutes)
 # You will count what autograd keeps, see a custom operator as `torch.compile` does, and know which
 # questions to ask of any operator before you train with it.
 # :::

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Two GPUs: sorted rows cost more than communication
+# # Several GPUs: sorted rows cost more than communication
 #
 # Jagged batches give the ranks of a training job unequal work, and every step ends when the slowest
 # rank has finished. What does that cost, and what do gradients on their way cost?
@@ -221,7 +221,7 @@ assert exposed["DDP, twice the rows", "balanced"] < 0.04 * 1e3 * twice["step_s"]
 #
 # Hidden, NCCL's kernels run *beside* ours and occupy SMs, one per channel. If NCCL holds 16 of 132
 # SMs, an ordinary kernel is spread over the other 116 and takes 14 % longer. Of a
-# {term}`persistent kernel` that divides its work beforehand sixteen programs find no free SM. They
+# {term}`persistent kernel` that divides its work beforehand, sixteen programs find no free SM. They
 # start when others have ended, with a full share each, so it takes *twice* as long:
 
 # %% tags=["remove-input"]
@@ -380,7 +380,7 @@ chapter.glue(
 # {glue:text}`matmuls:.0f` ms of matmuls (modelled). Our calls gather in one piece and hide nothing.
 #
 # *Balance.* Under a causal mask late rows see more keys. Heads exchanged are equal work; otherwise
-# *zigzag* shards help, an early and a late piece for each rank.
+# *zigzag* shards, an early and a late piece for each rank, even it out.
 
 # %% tags=["remove-cell"]
 SMALL = ["--context", "--size", "tiny", "--batch", 3, "--max-seqlen", 64, "--device", "cpu"]
@@ -417,6 +417,9 @@ chapter.table(
 assert [*most] == [("contiguous", "heads exchanged"), ("contiguous", "keys stay")], "the caption"
 
 # %% [markdown]
+# Zigzag shards help one long history where keys or queries travel. With eight histories every way
+# is faster with contiguous shards, and what stays in place beats an exchange of heads.
+#
 # ## Exercises
 #
 # :::{exercise} Sixteen ranks, eight key heads
@@ -488,4 +491,5 @@ chapter.glue(gathered=gathered / 1e9, summed=summed / 1e9, swapped=swapped / 1e6
 # - Time each rank without communication before you blame the network.
 # - Deal rows by work, equally many to each rank, once the device is the limit.
 # - A persistent kernel with static shares needs all the SMs that it was divided for.
-# - Exchange heads if the ranks divide them; else gather, or send K and V around.
+# - For one long sequence exchange heads, if the ranks divide them. For several, time contiguous
+#   shards whose keys or queries stay first.

@@ -10,7 +10,7 @@
 # These kernels are said to raise training throughput by more than 30 % {cite}`xu2026gdpa`. Of which
 # model, on which histories, compared with what?
 #
-# :::{admonition} In this chapter (30 minutes)
+# :::{admonition} In this chapter (20 minutes)
 # You will split a training step into kinds of operators, and predict from the shares what replacing
 # one of them is worth. On the H200 our attention makes a compiled step {glue:text}`attention` times
 # as fast as v1's.
