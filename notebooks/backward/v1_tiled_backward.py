@@ -52,7 +52,8 @@ gain, fa2 = us[V1] / us.filter(regex=LATER).min(axis=1), us["fa2_varlen"] / us[V
 chapter.glue(
     percent=share[SELF], fa2_min=fa2.min(), fa2_max=fa2.max(),
     gain_min=gain.min(), gain_max=gain.max(),
-    sms=machine.num_sms, best_peer=us[V1][SELF] / us.loc[SELF, [x for x in us if not is_rung(x)]].min(),
+    sms=machine.num_sms,
+    best_peer=us[V1][SELF] / us.loc[SELF, [x for x in us if not is_rung(x)]].min(),
 )  # fmt: skip
 w = workload(SELF)
 fp32, mufu = derivatives.INSTRUCTIONS["gelu_tanh"]
