@@ -47,8 +47,8 @@ chapter.glue(over_v2=loops[V2] / loops[V4])
 # | name: fig-bw4-ladder
 # | caption: >
 # |   **Backward v4 comes within 2 % of FlashAttention-3 and of FlashAttention-4's dense form on
-# |   full batches of 1,024 tokens, and is faster than all else.** The backward ladder up to v4, back
-# |   to back.
+# |   full batches of 1,024 tokens, and is faster than all else.** The backward ladder up to v4,
+# |   back to back.
 # | alt: >
 # |   Bars of TFLOP/s. v4, both forms of FlashAttention-3 and the dense FlashAttention-4 have nearly
 # |   the same length; FlashAttention-4 and cuDNN follow; v2 is well behind.
@@ -219,9 +219,9 @@ chapter.code("\n".join(shown[1:]), language="text")
 # %% tags=["remove-input"]
 # | name: fig-bw4-ideas
 # | caption: >
-# |   **Five of the six ideas help when they are added, and "S first" hurts then, and
-# |   helps in the finished kernel.** TFLOP/s in bursts on gdpa-self-full-1024, ideas added from top to bottom; in brackets
-# |   what each one changes.
+# |   **Five of the six ideas help when they are added, and "S first" hurts then, and helps in the
+# |   finished kernel.** TFLOP/s in bursts on gdpa-self-full-1024, ideas added from top to bottom;
+# |   in brackets what each one changes.
 # | alt: >
 # |   Horizontal bars of TFLOP/s, backward v2 first, then seven variants of backward v4. The rate
 # |   rises with each idea except S first, which lowers it; the last two raise it above all before.

@@ -399,8 +399,8 @@ assert silent == "" and dq.isnan().any(), "the text: rows unwritten, the emulato
 # programs do, and here none does anything. Only a comparison finds it, if the memory held something
 # else before. So `measure` fills earlier results with NaN.
 #
-# **An addition moves more than it says.** Back to back, with 2,048 queries on 128 keys, a row costs backward v6
-# {glue:text}`saved:.2f` ns less than v4. The 1,536 bytes that it does not move take
+# **An addition moves more than it says.** Back to back, with 2,048 queries on 128 keys, a row costs
+# backward v6 {glue:text}`saved:.2f` ns less than v4. The 1,536 bytes that it does not move take
 # {glue:text}`bytes:.2f` ns at the rate of a copy. Where v4's time goes, in bursts:
 
 # %% tags=["remove-input"]

@@ -187,8 +187,8 @@ for way, (read, written) in {"forward": (3, 1), "backward": (4, 3)}.items():
     assert 1.5 * per_us < read * tile
 
 # %% [markdown]
-# At head_dim 128 the loads of *one* tile are enough, even at 1.5 µs. But loads must be in flight *all
-# the time*, and a program that loads, computes, stores and ends has none in flight while it
+# At head_dim 128 the loads of *one* tile are enough, even at 1.5 µs. But loads must be in flight
+# *all the time*, and a program that loads, computes, stores and ends has none in flight while it
 # computes. So there are two ways to keep memory busy: several programs per SM, which load while
 # others compute ({doc}`v1_one_tile`), or one program that never stops loading
 # ({doc}`v3_warp_specialized`).

@@ -437,9 +437,9 @@ assert not any(said), "the answer: nothing"
 #
 # Nothing, and none: {glue:text}`fences_forward:.0f` remain in the forward kernel,
 # {glue:text}`fences_backward:.0f` in the backward one, and the machine code is the same. Before an
-# MMA {ref}`the compiler <rule-fences>` has one of its own. The fence in the source is for readers and
-# for other compilers. Before an `async_store` the copy would be wrong, and the emulator would say
-# so.
+# MMA {ref}`the compiler <rule-fences>` has one of its own. The fence in the source is for readers
+# and for other compilers. Before an `async_store` the copy would be wrong, and the emulator would
+# say so.
 # :::
 #
 # ## Takeaways

@@ -282,8 +282,8 @@ ratios.others(chapter, here, "forward")
 
 # %% [markdown]
 # At 512 and 1,024 tokens the lead is within {glue:text}`h100_less:.0f` % of that on the H200, but
-# over another baseline: FlashAttention-3's dense form was not timed there. At 256 tokens, where memory is the limit, little is left to win at
-# {glue:text}`h100_share:.0f` % of the roofline.
+# over another baseline: FlashAttention-3's dense form was not timed there. At 256 tokens, where
+# memory is the limit, little is left to win at {glue:text}`h100_share:.0f` % of the roofline.
 #
 # The published Triton kernel computes GDPA itself. On the H200 forward v8 is
 # {glue:text}`over_triton` times as fast, and on {glue:text}`by_triton:.0f` of

@@ -288,10 +288,10 @@ chapter.profile("v1_tiled", workload="gdpa-self-full-512")
 # :::{exercise} A pointer is not free
 # :label: ex-v1-pointers
 #
-# `tile_pointers` computes the pointers of each block from the row's number, in every iteration. Computed
-# once and advanced by a constant, they would stay alive through both {term}`MMAs <MMA>`. Suppose
-# this takes 8 registers more than the 127 that the kernel has. How many programs fit on an SM?
-# *(paper, five minutes)*
+# `tile_pointers` computes the pointers of each block from the row's number, in every iteration.
+# Computed once and advanced by a constant, they would stay alive through both {term}`MMAs <MMA>`.
+# Suppose this takes 8 registers more than the 127 that the kernel has. How many programs fit on an
+# SM? *(paper, five minutes)*
 # :::
 #
 # :::{solution} ex-v1-pointers

@@ -320,9 +320,10 @@ chapter.profile("v1_tiled", "v2_tma", workload="gdpa-self-full-512")
 # :::{solution} ex-v2-long
 # :class: dropdown
 #
-# v1 multiplies row numbers by strides in 64 bits (`tile_pointers` casts them); in v2 the copy engine does.
-# The coordinate `start + length` must stay below 2,147,418,112 (`ANY` in its source), a little before the int32 offsets in
-# `cu_seqlens` overflow. A longer batch can be cut in two at the end of a sequence.
+# v1 multiplies row numbers by strides in 64 bits (`tile_pointers` casts them); in v2 the copy
+# engine does. The coordinate `start + length` must stay below 2,147,418,112 (`ANY` in its source),
+# a little before the int32 offsets in `cu_seqlens` overflow. A longer batch can be cut in two at
+# the end of a sequence.
 # :::
 #
 # ## Takeaways

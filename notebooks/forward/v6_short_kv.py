@@ -88,8 +88,8 @@ chapter.figure(
 # | K and V are fetched | per tile | per tile | per tile | once per head, if they fit |
 #
 # Inside a tile nothing changes. {doc}`forward v3 <v3_persistent>` was persistent too and gained
-# nothing on full batches, because two of its CTAs shared an SM and each hid the other's prologue and epilogue. A
-# CTA of v4 or v5 fills an SM, which stands still while it starts or stores.
+# nothing on full batches, because two of its CTAs shared an SM and each hid the other's prologue
+# and epilogue. A CTA of v4 or v5 fills an SM, which stands still while it starts or stores.
 #
 # Nor are empty tiles free any longer. In a half-full batch many CTAs find no row to compute. A CTA
 # of v2 reads its offsets and exits; a CTA of v4 first starts three roles, makes barriers and

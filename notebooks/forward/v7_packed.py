@@ -213,9 +213,9 @@ for one in ("gelu_tanh.tanh", "silu.tanh"):
     assert (quick["error"] > speed["error"][one]).all(), "the caption says so"
 
 # %% [markdown]
-# *Where two limits are close, the loop is slower than either.* GELU and SiLU both need one MUFU result, but
-# GELU also fills {glue:text}`issue_gelu:.0f` % of the issue slots that pass meanwhile, SiLU
-# {glue:text}`issue_silu:.0f` %. Sequences with one tanh reach {glue:text}`ones_min:.1f` to
+# *Where two limits are close, the loop is slower than either.* GELU and SiLU both need one MUFU
+# result, but GELU also fills {glue:text}`issue_gelu:.0f` % of the issue slots that pass meanwhile,
+# SiLU {glue:text}`issue_silu:.0f` %. Sequences with one tanh reach {glue:text}`ones_min:.1f` to
 # {glue:text}`ones_max:.1f` (SiLU) elements a clock, of 16. A mixture makes SiLU
 # {glue:text}`mix_silu:.2f` times as fast and GELU only {glue:text}`mix_gelu:.2f` times.
 #
@@ -338,8 +338,8 @@ chapter.code(activations.tanh_cubic_packed)
 
 # %% [markdown]
 # In {term}`SASS`, for head_dim 128, there is one tanh per score, so dividing by the number of
-# `MUFU` gives instructions per score, once the {glue:text}`output_slots:.0f` that scale and round the
-# output are left out:
+# `MUFU` gives instructions per score, once the {glue:text}`output_slots:.0f` that scale and round
+# the output are left out:
 
 # %% tags=["remove-cell"]
 ARITHMETIC = ["FFMA", "FMUL", "HFMA2", "HMUL2", "F2FP", "PRMT"]

@@ -7,9 +7,9 @@
 # %% [markdown]
 # # Tickets: a schedule that sees the mask
 #
-# A causal mask lets query i see keys 0 to i, a window of w only the last w of them. So the last tile
-# of a sequence sees all keys and the first one a single block.
-# What does a list cost that counts both alike?
+# A causal mask lets query i see keys 0 to i, a window of w only the last w of them. So the last
+# tile of a sequence sees all keys and the first one a single block. What does a list cost that
+# counts both alike?
 #
 # :::{admonition} In this chapter (25 minutes)
 # You will count the cost of a tile under a mask, and predict from the counts what a balanced
@@ -216,8 +216,8 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# - *Small, equal items that wait for memory*: cut. Such a list is balanced anyway, and saves seven of eight
-#   fetches. (Where matmuls are the limit, forward v6 gains little.)
+# - *Small, equal items that wait for memory*: cut. Such a list is balanced anyway, and saves seven
+#   of eight fetches. (Where matmuls are the limit, forward v6 gains little.)
 # - *Uneven items, many a program*: cut by work. Equal counts reach {glue:text}`counted:.1f` times
 #   the mean.
 # - *Few large items*: sort, and take the next when free, also where an SM is slow or taken. The

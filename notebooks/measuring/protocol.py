@@ -112,13 +112,14 @@ chapter.glue(
 # - *The host clock without synchronisation* times the enqueueing, {glue:text}`host_us:.0f` µs
 #   whatever the kernel does afterwards, and prints {glue:text}`host_short:,.0f` and
 #   {glue:text}`host_long:,.0f` TFLOP/s, beyond any {ref}`ceiling <rule-ceiling>`.
-# - *Without a lead-in* (third bar) the error goes the other way. At batch 32 and length 256 the kernel takes
-#   {glue:text}`small_us:.0f` µs, less than its launch. The first event fires while the host is
-#   still preparing the call, so the clock starts too early and shows {glue:text}`bare_us:.0f` µs.
+# - *Without a lead-in* (third bar) the error goes the other way. At batch 32 and length 256 the
+#   kernel takes {glue:text}`small_us:.0f` µs, less than its launch. The first event fires while the
+#   host is still preparing the call, so the clock starts too early and shows
+#   {glue:text}`bare_us:.0f` µs.
 # - *No flush* changes little for the published batch, which is much larger than any cache. At batch
 #   32 and length 256 all tensors stay in L2, and the kernel gains {glue:text}`warm:.0f` %.
-# - *Back to back*, the same bar, the long kernel is **slower** by {glue:text}`rest:.1f` %: our pauses also let a
-#   power-limited chip recover.
+# - *Back to back*, the same bar, the long kernel is **slower** by {glue:text}`rest:.1f` %: our
+#   pauses also let a power-limited chip recover.
 #
 # ## Right before fast
 #
@@ -218,8 +219,8 @@ short = worst[worst["time_us"] < 2000]["slower"]
 # %% tags=["remove-input"]
 # | name: fig-measuring-runs
 # | caption: >
-# |   **Kernels of every length differ between runs by many times the noise floor.** The same kernel in several
-# |   runs on one machine: its slowest run relative to its fastest.
+# |   **Kernels of every length differ between runs by many times the noise floor.** The same kernel
+# |   in several runs on one machine: its slowest run relative to its fastest.
 # | alt: >
 # |   A scatter over time. Short kernels stay low, and so does v0 at any length. Some kernels of
 # |   full self-attention at 1,024 and 2,048 lie several times as high.

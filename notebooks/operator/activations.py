@@ -268,7 +268,8 @@ chapter.predictions()
 #
 # If a score has the relative error $\epsilon$, its activation has $\kappa\epsilon$, with the
 # *relative condition number* $\kappa(s) = s\,\alpha'(s) / \alpha(s)$ of the activation $\alpha$.
-# That of GELU's tanh form is close to 1 for positive scores and −{glue:text}`kappa:.0f` at −4. That is harmless if
+# That of GELU's tanh form is close to 1 for positive scores and −{glue:text}`kappa:.0f` at −4. That
+# is harmless if
 #
 # - $\epsilon$ is small: scores summed in fp32 stand any of these factors; or
 # - the row holds larger terms: the *absolute* error at −4 is only $|s\,\alpha'(s)|\,\epsilon =$

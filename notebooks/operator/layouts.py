@@ -107,9 +107,9 @@ chapter.table(
 )  # fmt: skip
 
 # %% [markdown]
-# Padded rows cure as much but waste shared memory, and TMA writes its box without gaps. In TLX `local_alloc`
-# chooses the swizzle by the bytes of a row, and TMA, MMA and the reads of your threads follow it; a
-# tile of 128 columns is stored as two of 64.
+# Padded rows cure as much but waste shared memory, and TMA writes its box without gaps. In TLX
+# `local_alloc` chooses the swizzle by the bytes of a row, and TMA, MMA and the reads of your
+# threads follow it; a tile of 128 columns is stored as two of 64.
 #
 # ## Which thread holds what
 #

@@ -203,8 +203,8 @@ chapter.code(masks.mask_probabilities)
 #
 # HSTU {cite}`zhai2024hstu` adds two learned numbers to each score, one for the distance of the two
 # positions and one for the time between the two events, sorted into buckets. They are added
-# *before* the activation, so $dB = c\,dS$, and the gradient of an entry is the sum over all pairs that
-# read it:
+# *before* the activation, so $dB = c\,dS$, and the gradient of an entry is the sum over all pairs
+# that read it:
 
 # %% tags=["remove-cell"]
 positions = torch.zeros(2 * 6 - 1, dtype=torch.float64).normal_(std=0.5).requires_grad_()
