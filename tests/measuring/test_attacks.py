@@ -412,7 +412,7 @@ def test_a_peer_that_many_records_time_is_missed_where_it_has_none(failure):
     rows = rows.assign(time_us_p50=rows["time_us_p50"].mask(lost), failure=failure)
     lines = peers.lost_peers(rows if failure else rows[~lost], table)
     why = failure or "not in this record"
-    line = f"cuDNN, dense on gdpa-self-full-1024, forward: {why}; . other records time it"
+    line = f"cuDNN, dense on gdpa-self-full-1024, forward: {why}; [0-9]+ other records time it"
     assert any(re.fullmatch(line, text) for text in lines)
     assert {line.split(" on ")[0] for line in lines} == {"cuDNN, dense", "FlashAttention-4, dense"}
 
