@@ -175,7 +175,7 @@ def chapter() -> Chapter:
 @pytest.fixture
 def shown(monkeypatch) -> list[str]:
     displayed = []
-    monkeypatch.setattr(ratios, "display", lambda made: displayed.append(made.data))
+    monkeypatch.setattr(ratios, "display", lambda made, **_: displayed.append(made.data))
     return displayed
 
 
