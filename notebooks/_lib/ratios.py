@@ -332,7 +332,8 @@ def others(
         rows = _of(_measured(session), direction, scope)
         timed = results.TIMED[scope]
         display(Markdown(f"**This machine**, TFLOP/s {timed}, next to those of the record."))
-        beside = _beside(rows, ours).assign(direction=direction)
+        beside = _beside(rows, ours)
+        beside.insert(1, "direction", direction)
         display(page.show_table(beside), metadata={"compared": True})
         return
     everything = results.table(chapter.data_dir, per="gpu").assign(handle="")
