@@ -13,6 +13,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.writers.html5 import HTML5Translator
 
 LEAST_COLUMNS = 3
+"""A table of two fits a phone."""
 
 
 class Named(SphinxPostTransform):

@@ -185,8 +185,10 @@ assert 100 * max((stream - 1).abs().max(), short.max() - 1) < noise, "the text s
 assert [*stay_gain[100 * (stay_gain - 1) > noise].index] == [(64, "gdpa-cross-full-1024")], (
     "the text"
 )
+assert 1 - short["gdpa-self-half-jagged-256"] > noise / 100, "the text: beyond noise"
 chapter.glue(
     stay_half=stay.max(), noise=noise,
+    resident_costs=100 * (1 - short["gdpa-self-half-jagged-256"]),
     idle=waited / len(idle), busy=100 * busy / waited,
     list_share=(100 * lists / us[V6])["gdpa-self-full-256"],
 )  # fmt: skip
@@ -216,9 +218,9 @@ studies.stepper(
 # the other one. The gap between two CTAs of v5 stopped both consumers and the copies.
 #
 # Resident K and V save L2 bandwidth that was hardly short. Only with blocks of 64 keys and 1,024
-# queries do they gain more than noise, and v6 takes blocks of 128; where half-full batches have 256
-# tokens they lose. Both steps stay because
-# {doc}`forward v7 <v7_packed>` makes a score cheaper, and cheaper scores leave longer gaps.
+# queries do they gain more than noise, and v6 takes blocks of 128. On gdpa-self-half-jagged-256
+# they cost {glue:text}`resident_costs:.0f` %. Both steps stay because {doc}`forward v7 <v7_packed>`
+# makes a score cheaper, and cheaper scores leave longer gaps.
 
 # %% tags=["remove-input"]
 chapter.profile("v6a_persistent", "v6b_stream", "v6_short_kv", workload="gdpa-self-full-512")

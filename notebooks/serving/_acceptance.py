@@ -1,4 +1,4 @@
-"""What a new kernel has to pass: checks, each with a fault that it finds and full tiles do not."""
+"""Acceptance test of a new kernel: checks, each with a fault that it finds and full tiles miss."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ CHECKS = [
 
 
 def failure(check: Check, kernel: Kernel = RIGHT) -> str:
-    """What a check finds in a kernel; "" for nothing."""
+    """Describe what a check finds in a kernel; "" for nothing."""
     try:
         check.run(kernel)
     except (AssertionError, tritonemu.EmulatorError) as error:

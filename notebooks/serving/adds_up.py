@@ -158,8 +158,8 @@ assert off[1] < 1.05 * off[0] < off[2]
 # ## Split keys: every SM works for one user
 #
 # One user with 64 rows and four heads is work for four of 132 SMs. Forward v8 therefore cuts the
-# keys of small batches into pieces, as many as fill the chip (SMs over tiles, rounded down: 33
-# for that user), each with an fp32 sum, and a second kernel adds these in a
+# keys of small batches into pieces, as many as fill the chip (SMs over tiles, rounded down:
+# {glue:text}`pieces:.0f` for that user), each with an fp32 sum, and a second kernel adds these in a
 # fixed order, so every run gives the same bits.
 
 # %% tags=["remove-input"]
@@ -194,6 +194,9 @@ chapter.table(
     measured=chapter.holders("splits"),
     modelled="the last column: the larger of FLOPs and bytes, at the ceilings of our H200",
 )  # fmt: skip
+pieces = split.query("users == 1 and rows == 64")["pieces"].max()
+assert pieces == 132 // 4, "the text: SMs over tiles"
+chapter.glue(pieces=pieces)
 assert split["factor"].idxmax() == 1 and split["factor"].min() > 0.95, "the caption"
 
 # %% [markdown]

@@ -83,7 +83,7 @@ chapter.figure(
 # bars of the forward pass they are {glue:text}`suspect`, those of all other kernels and charts
 # {glue:text}`rest`. So every factor over FlashAttention-4 in that chart has no basis.
 #
-# ## Six more statements
+# ## The others
 
 # %% tags=["remove-cell"]
 sigma = 128**0.5

@@ -415,6 +415,12 @@ chapter.table(
     measured=chapter.holders("context", of),
 )  # fmt: skip
 assert [*most] == [("contiguous", "heads exchanged"), ("contiguous", "keys stay")], "the caption"
+zigzag = gains.loc["zigzag"] / gains.loc["contiguous"]
+in_place = zigzag.index.drop("heads exchanged")
+assert (zigzag.loc[in_place, "one history, gain"] > 1).all(), "the text"
+assert (zigzag["eight"] < 1).all(), "the text: every way"
+eight = gains.loc["contiguous", "eight"]
+assert eight["heads exchanged"] < eight[in_place].min(), "the text: in place is ahead"
 
 # %% [markdown]
 # Zigzag shards help one long history where keys or queries travel. With eight histories every way

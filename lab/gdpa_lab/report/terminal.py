@@ -1,4 +1,4 @@
-"""What a command prints: a formatted table on a terminal, Markdown into a pipe."""
+"""Output of commands: a formatted table on a terminal, Markdown into a pipe."""
 
 from __future__ import annotations
 
