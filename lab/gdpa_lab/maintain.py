@@ -12,7 +12,7 @@ FILES = {
     "every-gpu": "what the plain products compile to for GPUs that nobody measured",
     "machine-code": "the machine code of every row's kernels, compiled where the table lacks it",
     "predictions": "what the models say of a B200",
-    "readme": "the tables and the figure of README.md, from the records and the ladders",
+    "readme": "tables of README.md and Interfaces and the hero, from records and ladders",
     "registered": "the chapters' predictions, and their first commits; after `make book`",
 }
 
@@ -58,6 +58,6 @@ def _update(name: str) -> dict[Path, bool]:
         case "predictions":
             return {module.PATH: module.update() for module in (predictions, clock_free)}
         case "readme":
-            return {record.ROOT / "README.md": readme.update()}
+            return readme.update()
         case "registered":
             return {registered.PATH: registered.update()}

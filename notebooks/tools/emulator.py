@@ -74,6 +74,7 @@ chapter.code(pipeline.math, "for i in", "tl.store")
 # | `k_full[i]` | 1, and the bytes | `load` announces, TMA does | `math` waits |
 # | `k_empty[i]` | 1 | `math` | `load` waits |
 #
+# (break-a-kernel)=
 # ## Step through it
 #
 # The arrow keys step through the kernel as it is, and with one statement broken in four ways. Watch

@@ -161,43 +161,45 @@ class Book:
         )  # fmt: skip
 
     def readme(self) -> Iterator[Number]:
-        """Of the table in README.md: our time, rate and share, the fastest peer's time and the
-        quotient of the two."""
+        """Of the table in README.md: the time, rate and share of our fastest, the fastest peer's
+        time and the quotient of the two."""
         text = (self.root / "README.md").read_text("utf-8").split("<!-- results: begin -->")[1]
         text = text.split("<!-- results: end -->")[0]
         names = re.findall(r"\(data/records/([^)]*)\.json\)", text)
         for line in text.splitlines():
-            cells = [cell.strip() for cell in line.strip("| ").split("|")]
-            title = " | ".join(cells[:2])
+            title, *cells = (cell.strip() for cell in line.strip("| ").split("|"))
             if title not in self.formulas["readme"]:
                 continue
-            work, direction, impl = self.formulas["readme"][title], cells[1], cells[2].strip("`")
-            ours = (work, direction, impl, "sustained", "")
-            name = max(n for n in names if self._times(n, ours))  # the newest of those named
-            rate = "gbytes_per_s" if "GB/s" in cells[4] else "tflops"
-            for cell, quantity, by, off in (
-                (cells[3], "time_us_p50", 1e3, 0.005), (cells[4], rate, 1, 0.5),
-                (cells[5], "percent_of_roofline", 1, 0.5),
+            work, direction = self.formulas["readme"][title], title.rpartition(" ")[2]
+            name = max(n for n in names if self._fastest(n, work, direction, ours=True))
+            ours = self._fastest(name, work, direction, ours=True)  # of the newest of those named
+            us, (rate, share) = cells[0], cells[1].rsplit(", ", 1)
+            quantity = "gbytes_per_s" if "GB/s" in rate else "tflops"
+            for text, of, by, off in (
+                (us, "time_us_p50", 1e3, 0.005), (rate, quantity, 1, 0.5),
+                (share, "percent_of_roofline", 1, 0.5),
             ):  # fmt: skip
-                text = cell.split()[0].replace(",", "")
-                yield self._number(f"README.md {title}", name, ours, quantity, text, off, by)
-            peers = [
-                r for r in self.record(name)["rows"]
-                if r["workload"] == work and r["direction"] == direction and r["variant"] == ""
-                and r["scope"] == "sustained" and r["samples_us"] and r["math"] != "rotary"
-                and not re.match("[vb][0-9]", r["impl"])
-            ]  # fmt: skip
-            if peers:
-                best = min(peers, key=lambda r: quantile(r["samples_us"], 0.5))
-                key = tuple(best[k] for k in KEY)
-                text = cells[7].split()[0]
+                text = text.split()[0].replace(",", "")
+                yield self._number(f"README.md {title}", name, ours, of, text, off, by)
+            if peer := self._fastest(name, work, direction, ours=False):
                 place = f"README.md {title}, peer"
-                yield self._number(place, name, key, "time_us_p50", text, 0.005, 1e3)
+                us, text = cells[3].split()[0], cells[4].rstrip("×")
+                yield self._number(place, name, peer, "time_us_p50", us, 0.005, 1e3)
                 us = value(self.record(name), self.row(name, *ours), "time_us_p50")
-                text = cells[8].rstrip("×")
-                yield self._number(f"{place}, faster", name, key, "time_us_p50", text, 0.005, us)
+                yield self._number(f"{place}, faster", name, peer, "time_us_p50", text, 0.005, us)
             else:
-                assert cells[7].startswith("not timed"), f"README.md {title}: no peer was timed"
+                assert cells[3].startswith("not timed"), f"README.md {title}: no peer was timed"
+
+    def _fastest(self, name: str, work: str, direction: str, *, ours: bool) -> tuple | None:
+        """Return the key of the fastest rung, or peer, back to back; None if none has a time."""
+        rows = [
+            r for r in self.record(name)["rows"]
+            if r["workload"] == work and r["direction"] == direction and r["variant"] == ""
+            and r["scope"] == "sustained" and r["samples_us"] and r["math"] != "rotary"
+            and bool(re.match("[vb][0-9]", r["impl"])) == ours
+        ]  # fmt: skip
+        best = min(rows, key=lambda r: quantile(r["samples_us"], 0.5), default=None)
+        return best and tuple(best[k] for k in KEY)
 
     def sentences(self) -> Iterator[Number]:
         """Numbers that pages' texts take from their notebooks, as formulas.json declares them."""

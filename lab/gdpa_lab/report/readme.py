@@ -1,7 +1,8 @@
-"""Generates the tables and the figure of README.md, from the records and the ladders.
+"""Generates the front matter from records and ladders: README.md's table and figure, and the table
+of devices in the book's Interfaces.
 
 `python -m gdpa_lab maintain readme` rewrites them; tests keep them equal to their sources. Results
-are sustained times only; where a peer has none, the table says why.
+are sustained times only. The book's results name the peers that have none.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from gdpa_lab.report.style import Figure
 
 GPU = "NVIDIA H200"
 FIGURE = Path("book/assets/ladder.svg")
+API = Path("book/api.md")
 WORKLOAD = "gdpa-self-full-1024"
 PEERS = {
     "cuDNN": ("cudnn", "cudnn_varlen"),
@@ -63,10 +65,10 @@ LINES = (
 )
 
 
-def spliced(readme: str, name: str, text: str) -> str:
-    """Return README.md with `text` between the markers of the block `name`."""
+def spliced(page: str, name: str, text: str) -> str:
+    """Return `page` with `text` between the markers of the block `name`."""
     begin, end = (f"<!-- {name}: {edge} -->" for edge in ("begin", "end"))
-    head, rest = readme.split(begin)
+    head, rest = page.split(begin)
     return f"{head}{begin}\n{text}\n{end}{rest.split(end)[1]}"
 
 
@@ -87,40 +89,28 @@ def devices() -> str:
 
 
 def block(data_dir: Path = record.DATA_DIR) -> str:
-    """Format the table of results: best rung against best peer, and the records.
+    """Format the table of results, the best rung against the best peer, and its records.
 
     LookupError if a row has no record, no rung or no peer.
     """
     lines = [
-        "| | | best rung | time | rate | of ceiling | best peer | time | faster |",
-        "|---|---|---|--:|--:|--:|---|--:|--:|",
+        "| | time | rate, of ceiling | best peer | its time | faster |",
+        "|---|--:|--:|---|--:|--:|",
     ]
     quoted: dict[str, str] = {}
-    shown = [_rows(data_dir, line) for line in LINES]
-    for line, rows in zip(LINES, shown, strict=True):
+    for line in LINES:
+        rows = _rows(data_dir, line)
         ours = rows[rows["impl"].isin(line.rungs)].iloc[0]
         us = ours["time_us_p50"]
         lines.append(
-            f"| {line.title} | {line.direction} | `{ours['impl']}` | {us / 1e3:.2f} ms | "
-            f"{_rate(ours, line)} | {ours['percent_of_roofline']:.0f} % | {_peer(rows, line, us)} |"
+            f"| {line.title}, {line.direction} | {us / 1e3:.2f} ms | {_rate(ours, line)}, "
+            f"{ours['percent_of_roofline']:.0f} % | {_peer(rows, line, us)} |"
         )
-        quoted[ours["record"]] = f"{ours['gpu']}, {ours['date'][:10]}"
-    places = (f"[{name[:16]}](data/records/{name}.json)" for name in quoted)
-    machines = "; ".join(dict.fromkeys(quoted.values()))
-    table = results.table(data_dir, gpu=GPU, latest=False)
-    runs = [
-        results.run_of(data_dir, notebook=f"notebooks/{chapter}.py", gpu=GPU)
-        for chapter in dict.fromkeys(line.chapter for line in LINES)
-    ]
-    of_chapters = table["record"].isin([run.id for each in runs for run in each.records])
-    missing = "; ".join(peers.missing_peers(table[of_chapters])) or "none"
-    lost = "; ".join(peers.lost_peers(table[of_chapters], table))
-    lines += [
-        "",
-        f"Times back to back; {machines}; records {', '.join(places)}. "
-        f"Without a time back to back: {missing}.{lost and f' Lost: {lost}.'}",
-    ]
-    return "\n".join(lines)
+        quoted[ours["record"]] = ours["date"][:10]
+    places = (f"[{date}](data/records/{name}.json)" for name, date in quoted.items())
+    return "\n".join(
+        [*lines, "", f"Measured back to back on an {GPU}; records of {', '.join(places)}."]
+    )
 
 
 def _peer(rows: pd.DataFrame, line: Line, us: float) -> str:
@@ -155,17 +145,18 @@ def hero(data_dir: Path = record.DATA_DIR) -> Figure:
     )  # fmt: skip
 
 
-def update(root: Path = record.ROOT) -> bool:
-    """Rewrite the blocks in README.md and the figure; return whether anything changed.
+def update(root: Path = record.ROOT) -> dict[Path, bool]:
+    """Rewrite the figure and the tables; return whether each file changed.
 
     Nothing is written if a record is refused: RecordError.
     """
-    readme, path = root / "README.md", root / FIGURE
-    new = readme.read_text(encoding="utf-8")
-    for name, text in {"devices": devices(), "results": block(root / "data")}.items():
-        new = spliced(new, name, text)
-    drawn = hero(root / "data").to_svg()
-    return files.rewrite(readme, new) | files.rewrite(path, drawn)
+    new = {root / FIGURE: hero(root / "data").to_svg()}
+    for path, name, text in (
+        ("README.md", "results", block(root / "data")),
+        (API, "devices", devices()),
+    ):
+        new[root / path] = spliced((root / path).read_text(encoding="utf-8"), name, text)
+    return {path: files.rewrite(path, text) for path, text in new.items()}
 
 
 def _rows(data_dir: Path, line: Line) -> pd.DataFrame:
