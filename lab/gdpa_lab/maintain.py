@@ -12,7 +12,7 @@ FILES = {
     "every-gpu": "what the plain products compile to for GPUs that nobody measured",
     "machine-code": "the machine code of every row's kernels, compiled where the table lacks it",
     "predictions": "what the models say of a B200",
-    "readme": "tables of README.md and Interfaces and the hero, from records and ladders",
+    "readme": "the table and the figure of README.md, from the records and the ladders",
     "registered": "the chapters' predictions, and their first commits; after `make book`",
 }
 

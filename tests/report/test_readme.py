@@ -19,11 +19,6 @@ README = (record.ROOT / "README.md").read_text(encoding="utf-8")
 STALE = "run `python -m gdpa_lab maintain readme`"
 
 
-def test_devices_are_what_the_ladders_require():
-    page = (record.ROOT / readme.API).read_text(encoding="utf-8")
-    assert readme.spliced(page, "devices", readme.devices()) == page, STALE
-
-
 @pytest.mark.parametrize("path", ["README.md", "emulator/README.md"])
 def test_a_stranger_reads_it(path):
     """Short, its sentences too, and its tables fit the width that a code host gives them."""

@@ -1,7 +1,6 @@
-"""Generates the front matter from records and ladders: README.md's table and figure, and the table
-of devices in the book's Interfaces.
+"""Generates README.md's table and figure, from records and ladders.
 
-`python -m gdpa_lab maintain readme` rewrites them; tests keep them equal to their sources. Results
+`python -m gdpa_lab maintain readme` rewrites both; tests keep them equal to their sources. Results
 are sustained times only. The book's results name the peers that have none.
 """
 
@@ -19,7 +18,6 @@ from gdpa_lab.report.style import Figure
 
 GPU = "NVIDIA H200"
 FIGURE = Path("book/assets/ladder.svg")
-API = Path("book/api.md")
 WORKLOAD = "gdpa-self-full-1024"
 PEERS = {
     "cuDNN": ("cudnn", "cudnn_varlen"),
@@ -70,22 +68,6 @@ def spliced(page: str, name: str, text: str) -> str:
     begin, end = (f"<!-- {name}: {edge} -->" for edge in ("begin", "end"))
     head, rest = page.split(begin)
     return f"{head}{begin}\n{text}\n{end}{rest.split(end)[1]}"
-
-
-def devices() -> str:
-    """Format what `Requires` says of every rung that does not only teach, by device."""
-    impls: dict[tuple[str, str, str], list[str]] = {}
-    rungs = [rung for each in ladder.LADDERS.values() for rung in each if not rung.is_lesson]
-    for rung in sorted(rungs, key=lambda rung: rung.requires.capability or (0, 0)):
-        needs, block = rung.requires, "block " * (rung.operator == "block_attention")
-        head_dim = "any" if needs.capability is None else str(needs.head_dim_max)
-        for major, most in needs.head_dim_max_of.items():
-            head_dim += f", {most} on sm_{major}x"
-        key = needs.devices, ", ".join(needs.dtypes), head_dim
-        impls.setdefault(key, []).append(f"{block}`{rung.impl}`")
-    rows = [f"| {' | '.join((*key, ', '.join(names)))} |" for key, names in impls.items()]
-    head = "| device | dtypes | `head_dim` to | implementations |", "|---|---|---|---|"
-    return "\n".join((*head, *rows))
 
 
 def block(data_dir: Path = record.DATA_DIR) -> str:
@@ -146,16 +128,13 @@ def hero(data_dir: Path = record.DATA_DIR) -> Figure:
 
 
 def update(root: Path = record.ROOT) -> dict[Path, bool]:
-    """Rewrite the figure and the tables; return whether each file changed.
+    """Rewrite the figure and the table; return whether each file changed.
 
     Nothing is written if a record is refused: RecordError.
     """
-    new = {root / FIGURE: hero(root / "data").to_svg()}
-    for path, name, text in (
-        ("README.md", "results", block(root / "data")),
-        (API, "devices", devices()),
-    ):
-        new[root / path] = spliced((root / path).read_text(encoding="utf-8"), name, text)
+    path = root / "README.md"
+    text = spliced(path.read_text(encoding="utf-8"), "results", block(root / "data"))
+    new = {root / FIGURE: hero(root / "data").to_svg(), path: text}
     return {path: files.rewrite(path, text) for path, text in new.items()}
 
 
