@@ -333,6 +333,27 @@ def test_what_is_allowed_is_computed_once(small_parts, monkeypatch, room):
     assert [c.max_abs_budget for c in first] == [c.max_abs_budget for c in second]
 
 
+@pytest.mark.parametrize("always", (True, False))
+def test_a_call_that_runs_out_of_memory_is_tried_once_more_alone(small_parts, monkeypatch, always):
+    operator = operators.of(make_inputs(BLOCKS, device="cpu"), "forward")
+    calls = []
+
+    def full():
+        calls.append(len(operator._exact))
+        if always or operator._exact:
+            raise torch.OutOfMemoryError("full")
+        return next(iter(results))
+
+    results = [torch.cat([values[0] for _, values in operator.exact("softmax")]).bfloat16()]
+    monkeypatch.setattr(measure, "run_once", lambda ready: (ready.call(), 0))
+    monkeypatch.setattr(measure, "free", lambda: None)
+    monkeypatch.setattr(operator, "candidate", lambda *_: operators.Candidate("x", "softmax", full))
+    operator._exact["softmax", 0] = results
+    tried = measure.attempt("x", operator)
+    assert calls == [1, 0]
+    assert ("full" in tried.failure) if always else tried.failure is None
+
+
 KEYS = v1_tiled_backward.Config(keys=v1_tiled_backward.Tile(BLOCK_M=32, BLOCK_N=32))
 # (implementation, variant, its Config or None) of calls that are measured together.
 VARIANTS = [

@@ -88,16 +88,28 @@ def attempt(
     operator: operators.Gdpa | operators.BlockAttention,
     stage: Stage = lambda name: None,
 ) -> Attempt:
-    """Make, run and check an entry."""
+    """Make, run and check an entry; once more, without the fp64 results that `operator` remembers,
+    if memory runs out beside them."""
+    while True:
+        try:
+            return _attempt(entry, operator, stage)
+        except torch.OutOfMemoryError as error:
+            if not operator.forget():
+                return Attempt(failure=reason(error))
+        except Exception as error:
+            return Attempt(failure=reason(error))
+        free()
+
+
+def _attempt(
+    entry: Entry, operator: operators.Gdpa | operators.BlockAttention, stage: Stage
+) -> Attempt:
     impl, variant, options = parts(entry)
-    try:
-        ready = operator.candidate(impl, variant, **options)
-        stage("run")
-        result, peak = run_once(ready)
-        stage("check")
-        comparisons = operator.check(ready.math, ready.checked(tensors(result)))
-    except Exception as error:
-        return Attempt(failure=reason(error))
+    ready = operator.candidate(impl, variant, **options)
+    stage("run")
+    result, peak = run_once(ready)
+    stage("check")
+    comparisons = operator.check(ready.math, ready.checked(tensors(result)))
     worst = worst_error(comparisons)
     if worst.passed:
         return Attempt(ready, worst, peak)
