@@ -465,6 +465,26 @@ def test_every_call_of_the_published_gdpa_tunes_anew(published):
     assert first is second and third is fourth and first is not third
 
 
+@pytest.mark.parametrize("direction", WAYS)
+def test_the_published_gdpa_tunes_on_few_sequences(published, monkeypatch, direction):
+    monkeypatch.setattr(same_function, "TUNED_ON", 2)
+    inputs = make_inputs(SELF, device="cpu")
+    few, seen = same_function._first(inputs, 2), []
+    module, attention = published.module, published.module.generalized_dot_product_attention
+
+    def see(**arguments):
+        seen.append((arguments["max_seq_len_q"], arguments["query_offset"].tolist()))
+        published(few if len(arguments["query_offset"]) == 3 else inputs)
+        return attention(**arguments)
+
+    monkeypatch.setattr(module, "generalized_dot_product_attention", see)
+    call = baselines.BASELINES["gdpa_triton"].call(inputs, direction, tuning="omnifm_v2")
+    call()
+    whole = (SELF.max_seqlen_q, inputs.cu_seqlens_q.tolist())
+    assert seen == [(SELF.max_seqlen_q, whole[1][:3]), whole]
+    assert published.calls[0][-1] is published.calls[-1][-1], "what was tuned is used"
+
+
 BURSTS = {"default": 9.0, "right": 3.04, "wrong": 1.0, "slower": 4.0}
 
 

@@ -43,6 +43,9 @@ GDPA_TECHNIQUES = {
     "dq_atomic_add": "use_dq_atomic_add",
 }  # fmt: skip
 """Its options by their names in bwd_opt_tech, which switches them on in the backward pass too."""
+TUNED_ON = 128
+"""Sequences of a batch on which the published Triton GDPA chooses its tiles: enough of them for
+several on each SM."""
 FLASHINFER = {
     "silu": "h * (1.f + math::tanh(h))",
     "gelu_tanh": "h * (1.f + math::tanh(x * (0.7978845608f + 0.0356774081f * x * x)))",
@@ -151,7 +154,8 @@ def gdpa_triton(
     separated by commas, in the direction that is called and those before it; `tuning`: its set of
     tiles to tune over, `GDPA_AUTOTUNE_CONFIG_SET`.
 
-    It tunes for each longest query alone, whatever else a batch has, so every call tunes anew. Its
+    It tunes for each longest query alone, whatever else a batch has, so every call tunes anew, on
+    the batch's first `TUNED_ON` sequences: some of its tiles take seconds on a whole one. Its
     qk_scale multiplies what the activation gives; the scale before it is in q already, where a
     model has it in a projection, and nothing here is timed for that.
     """
@@ -159,20 +163,35 @@ def gdpa_triton(
     module.object = triton.language  # Triton looks annotations up, and knows no such builtin
     attention, used = module.generalized_dot_product_attention, techniques.split(",")
     fixed = {
-        "query_offset": inputs.cu_seqlens_q, "key_offset": inputs.cu_seqlens_k,
         "max_seq_len_q": inputs.max_seqlen_q, "max_seq_len_kv": inputs.max_seqlen_k,
         "activation": GDPA_NAMES[inputs.workload.activation],
         "qk_scale": inputs.workload.output_scale, "bwd_opt_tech": techniques or "base",
         "window_size": inputs.workload.window,
         **{option: name in used for name, option in GDPA_TECHNIQUES.items()},
     }  # fmt: skip
-    scaled = replace(inputs, q=inputs.q * inputs.scale())
     state = {"AUTOTUNE_CONFIG_SET": tuning}
     for name in ("get_autotune_fwd_kernel", "get_autotune_bwd_kernel"):
         state[name] = functools.cache(getattr(module, name).__wrapped__)
-    return _with(
-        [(module, state)], scaled, direction,
-        lambda q, k, v: attention(query=q, key=k, value=v, **fixed),
+
+    def call(of: Inputs) -> Call:
+        offsets = {"query_offset": of.cu_seqlens_q, "key_offset": of.cu_seqlens_k}
+        return _with(
+            [(module, state)], replace(of, q=of.q * of.scale()), direction,
+            lambda q, k, v: attention(query=q, key=k, value=v, **fixed, **offsets),
+        )  # fmt: skip
+
+    if len(inputs.cu_seqlens_k) > TUNED_ON + 1:
+        call(_first(inputs, TUNED_ON))()
+    return call(inputs)
+
+
+def _first(inputs: Inputs, count: int) -> Inputs:
+    """Keep the first `count` sequences, and the longest lengths of all."""
+    rows, keys = int(inputs.cu_seqlens_q[count]), int(inputs.cu_seqlens_k[count])
+    return replace(
+        inputs, q=inputs.q[:rows], k=inputs.k[:keys], v=inputs.v[:keys],
+        cu_seqlens_q=inputs.cu_seqlens_q[: count + 1],
+        cu_seqlens_k=inputs.cu_seqlens_k[: count + 1], grad_out=inputs.grad_out[:rows],
     )  # fmt: skip
 
 
