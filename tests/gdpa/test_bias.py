@@ -474,7 +474,7 @@ def test_a_layer_learns_its_tables():
     assert {n: tuple(layer.state_dict()[n].shape) for n in names} == names
     assert "time_thresholds" not in layer.state_dict()
     own = GDPASelfAttention(16, 2, time_bias=129, next_time=False)
-    assert own.position_bias is None and not own._bias(times)["relative_bias"].next_time
+    assert own.position_bias is None and not own.relative_bias(times).next_time
 
 
 def test_a_layer_that_was_made_nowhere_has_its_thresholds():
