@@ -17,8 +17,10 @@ import types
 import numpy as np
 import torch
 
+import tritonemu
 from gdpa_kernels.gdpa.bias import RelativeBias
-from gdpa_kernels.hstu import adapters, jagged_times, thresholds_of
+from gdpa_kernels.hstu import adapters, jagged_times, replace_stu, thresholds_of
+from gdpa_kernels.serving import HistoryRules, PagedCache, candidates, extend
 from tests.hstu.cases import (
     EMBED,
     HEADS,
@@ -223,6 +225,61 @@ def compare_layers(clones: Clones) -> None:
         print(f"{name}: as recorded")
 
 
+def compare_stack(clones: Clones) -> None:
+    """A stack of generative-recommenders: replaced in place, and served from pages."""
+    history, count, n = torch.tensor([17, 9, 5, 24]), 4, 40
+    config = clones.stu.STULayerConfig(24, 2, 8, 8, output_dropout_ratio=0.0)
+    stack = clones.stu.STUStack([clones.stu.STULayer(config) for _ in range(3)])
+    for weight in stack.parameters():
+        weight.data = (weight.data + 0.2 * torch.randn_like(weight)).double()
+    stack.set_hammer_kernel(clones.pytorch.PYTORCH)
+    for layer in stack._stu_layers:
+        layer._hammer_kernel = clones.pytorch.PYTORCH
+    lengths, targets = history + count, torch.full((4,), count)
+    x = torch.randn(int(lengths.sum()), 24, dtype=torch.float64)
+    with torch.no_grad():
+        wanted = stack(x, lengths, _cumsum(lengths), n, targets)
+        assert replace_stu(stack) == 3
+        replaced = stack(x, lengths, _cumsum(lengths), n, targets)
+        torch.testing.assert_close(replaced, wanted, rtol=0, atol=1e-12)
+        sizes = [size for h in history.tolist() for size in (h, count)]
+        old, new = (torch.cat(x.split(sizes)[part::2]) for part in (0, 1))
+        cache = PagedCache(HistoryRules(3), 64, 4, 2, 8, dtype=torch.float64)
+        users, ends = [7, 3, 11, 5], (torch.arange(5) * count).int()
+        pages = cache.append(users, history.tolist())
+        whole = cache.pages(users)
+        for index, layer in enumerate(stack._stu_layers):
+            layer.divisor = n
+            old = extend(layer, old, cache, index, pages, whole)
+            new = candidates(layer, new, ends, count, cache, index, whole)
+    torch.testing.assert_close(new, torch.cat(wanted.split(sizes)[1::2]), rtol=0, atol=1e-12)
+    print("a stack, replaced and served: as theirs")
+
+
+def compare_triton() -> None:
+    """The Triton kernels of generative-recommenders, in the emulator."""
+    with tritonemu.fake_gpu("sm_90"):
+        from generative_recommenders.ops.triton import triton_hstu_attention as theirs
+    targets = torch.tensor((5, 2, 0, 33))
+    for name, lengths, options in (
+        ("causal", (40, 7, 0, 65), {}),
+        ("targets", (40, 7, 0, 65), {"num_targets": targets}),
+        ("contexts", (40, 7, 9, 65), {"num_targets": targets, "contextual_seq_len": 3}),
+        ("window", (40, 7, 0, 65), {"num_targets": targets.clamp(max=9), "max_attn_len": 10}),
+    ):
+        ends = offsets_of(lengths)
+        q, k, v = (torch.randn(int(ends[-1]), 2, 32, requires_grad=True) for _ in "qkv")
+        call = 65, 32**-0.5, q, k, v, ends
+        ours = adapters.hstu_mha(*call, **options)
+        with tritonemu.fake_gpu("sm_90"), tritonemu.enabled("sm_90"):
+            out = theirs.triton_hstu_mha(*call, **options, enable_tma=False)
+            grad = torch.randn_like(out)
+            found = out, *torch.autograd.grad(out, (q, k, v), grad)
+        wanted = ours, *torch.autograd.grad(ours, (q, k, v), grad)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
+        print(f"Triton, {name}: as ours")
+
+
 def compare_functions(clones: Clones, calls: int) -> None:
     """Random calls of each function, the result and every gradient."""
     worst: dict[tuple, float] = {}
@@ -330,7 +387,9 @@ def main() -> None:
                    for key, x in clones.results(case).items()}  # fmt: skip
         np.savez_compressed(RECORDED, **results)
     compare_layers(clones)
+    compare_stack(clones)
     compare_functions(clones, options.calls)
+    compare_triton()
 
 
 if __name__ == "__main__":
