@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2
 UPSTREAM := 3.9.0 3.8.0
 
 .PHONY: book docs pdf exercise test test-sweeps test-all test-processors test-nightly mutants \
-  test-upstream test-tutorials packages measure compare lint clean
+  test-upstream test-tutorials test-hstu packages measure compare lint clean
 
 # The rendered book: replay the chapters that changed, build, check the built site.
 book: $(READY)
@@ -89,6 +89,11 @@ test-tutorials: $(READY) $(UPSTREAM:%=$(VENV)/upstream/%/triton)
 	$(if $(TRITON),,@echo "skipped: TRITON must be a clone of triton-lang/triton")
 	$(if $(TRITON),for version in $(UPSTREAM); do PYTHONPATH=$(VENV)/upstream/$$version $(BIN)/python \
 	  emulator/tutorials.py $(TRITON) v$$version --known emulator/COVERAGE.md || exit; done)
+
+# HSTU's layers and functions of public code, from clones, beside ours, and what is recorded of them:
+# make test-hstu HSTU="../generative-recommenders ../recsys-examples".
+test-hstu: $(READY)
+	$(if $(HSTU),$(BIN)/python -m tests.hstu.upstream $(HSTU),@echo "skipped: HSTU must be two clones")
 
 $(VENV)/upstream/%/triton: $(READY)
 	test -d $@ || $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \

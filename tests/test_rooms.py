@@ -13,8 +13,8 @@ import gdpa_lab
 
 HOUSES = [Path(house.__file__).parent for house in (gdpa_kernels, gdpa_lab, _lib)]
 FLOORS = (
-    "calling", "device", "norms", ("gdpa", "block_attention"), ("layers", "parallel"), "serving",
-    "measuring", "report", "_lib", "notebooks",
+    "calling", "device", "norms", ("gdpa", "block_attention"), ("layers", "parallel"), "hstu",
+    "serving", "measuring", "report", "_lib", "notebooks",
 )  # fmt: skip
 """From below; a room imports from its own floor and from those under it."""
 
@@ -64,7 +64,9 @@ def test_no_module_imports_itself_by_way_of_others():
         pytest.fail(f"imports must not run in a circle, got {' -> '.join(error.args[1])}")
 
 
-@pytest.mark.parametrize("name", ["parallel", "serving", "layers", "norms.api", "calling.jagged"])
+@pytest.mark.parametrize(
+    "name", ["parallel", "serving", "hstu", "layers", "norms.api", "calling.jagged"]
+)
 def test_a_public_module_imports_as_a_module(name):
     """The functions `gdpa` and `block_attention` hide the packages of their names; nobody needs
     another name of these."""

@@ -125,6 +125,11 @@ class Batch(BaseBatch):
         return self.causal == "lower_right"
 
     @property
+    def shares_positions(self) -> bool:
+        """Whether targets share the position after the history, where a bias counts them."""
+        return self.segments is not None and self.mask.target_ranks == "shared"
+
+    @property
     def extras(self) -> dict[str, str]:
         needed = {}
         if self.lower_right:

@@ -1,6 +1,7 @@
 """Relative bias over positions and times (HSTU): arguments, the definition, and its gradients.
 
-Of query i and key j, positions as `causal` counts them, t in the unit of the caller's clock:
+Of query i and key j, positions as `causal` and `target_ranks` count them, t in the unit of the
+caller's clock:
 
     S_ij = scale q_i . k_j + position_table[clamp(j - i, -(n - 1), n - 1) + n - 1]
                            + time_table[bucket(t'_i - t_j)],

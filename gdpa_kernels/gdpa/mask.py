@@ -35,9 +35,10 @@ class Mask:
         target_group_size: targets of a group, counted from the first.
         full_rows: the last tokens of the history that `window` does not limit, nor the targets;
             min_full_attn_seq_len of generative-recommenders.
-        target_ranks: how a window counts targets. "shared": all stand right after the history, as
-            in generative-recommenders. "own": at their positions, as in recsys-examples and FBGEMM.
-            Contexts stand right before the history in both. Without a window both are the same.
+        target_ranks: how a window and a `RelativeBias` of positions count targets. "shared": all
+            stand right after the history, as in generative-recommenders, so that a candidate's row
+            does not depend on the others. "own": at their positions, as in recsys-examples and
+            FBGEMM. To a window contexts stand right before the history in both.
 
     A layer has a mask without num_targets and num_contexts, which come with each batch.
 

@@ -140,20 +140,27 @@ def _counts(batch: Batch, sequence: int, len_q: int, len_k: int) -> torch.Tensor
     return mask.visible(i, j, num_targets, num_contexts, len_k, batch.mask)
 
 
-def _positions(batch: Batch, len_q: int, len_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions of a sequence's queries, `[len_q, 1]`, and of its keys, `[1, len_k]`."""
+def _positions(
+    batch: Batch, sequence: int, len_q: int, len_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The positions by which a bias counts a sequence's queries, `[len_q, 1]`, and its keys,
+    `[1, len_k]`."""
     shift = len_k - len_q if batch.lower_right else 0
     i = torch.arange(shift, shift + len_q, device=batch.device)[:, None]
-    return i, torch.arange(len_k, device=batch.device)[None]
+    j = torch.arange(len_k, device=batch.device)[None]
+    if batch.shares_positions:
+        history = len_k - int(batch.segments[sequence, 0])
+        i, j = i.clamp(max=history), j.clamp(max=history)
+    return i, j
 
 
 def _scores(
-    q: torch.Tensor, k: torch.Tensor, batch: Batch, rows: slice, keys: slice
+    q: torch.Tensor, k: torch.Tensor, batch: Batch, sequence: int, rows: slice, keys: slice
 ) -> torch.Tensor:
     """S `[num_heads, len_q, len_k]` of one sequence's q and k `[num_heads, length, head_dim]`."""
     scores = q @ k.transpose(1, 2) * batch.scale
     if batch.bias.is_given:
-        positions = _positions(batch, q.shape[1], k.shape[1])
+        positions = _positions(batch, sequence, q.shape[1], k.shape[1])
         scores = scores + bias.of_sequence(batch.bias, *positions, rows, keys, scores.dtype)
     return scores
 
@@ -226,7 +233,7 @@ def forward_in_dtype(batch: Batch) -> torch.Tensor:
         q_b = q[rows].transpose(0, 1)
         k_b = k[keys].transpose(0, 1).repeat_interleave(batch.group, dim=0)
         v_b = v[keys].transpose(0, 1).repeat_interleave(batch.group, dim=0)
-        p = activate_heads(_scores(q_b, k_b, batch, rows, keys), batch.activation)
+        p = activate_heads(_scores(q_b, k_b, batch, i, rows, keys), batch.activation)
         if batch.masked:
             keep = _counts(batch, i, p.shape[1], p.shape[2])
             p = p.masked_fill(~keep, 0)
@@ -241,7 +248,7 @@ def backward_in_dtype(
     """`backward` by PyTorch's operators in the dtype of the arguments, rounded in every step."""
     q, k, v = batch.q, batch.k, batch.v
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    for rows, keys, q_b, k_b, grad_b, p, ds in _differentiated(grad_out, batch):
+    for _, rows, keys, q_b, k_b, grad_b, p, ds in _differentiated(grad_out, batch):
         heads = (batch.num_heads_k, batch.group, -1, q.shape[2])
         dq[rows] += (ds @ k_b * (batch.scale * batch.output_scale)).transpose(0, 1)
         dk_b = (ds.transpose(1, 2) @ q_b * (batch.scale * batch.output_scale)).reshape(heads).sum(1)
@@ -259,13 +266,17 @@ def bias_backward_in_dtype(
     for part in _differentiated(grad_out, batch):
         if 0 in part.ds.shape:
             continue
-        i, j = _positions(batch, *part.ds.shape[1:])
+        i, j = _positions(batch, part.sequence, *part.ds.shape[1:])
         for kind, table in enumerate(tables):
             if table is None:
                 continue
             ds = part.ds * batch.output_scale
             ds = ds if len(table) > 1 else ds.sum(0, keepdim=True)
             if kind == 0:
+                if batch.shares_positions:
+                    index = bias.index_of(j - i, table.shape[1])
+                    sums[0] += bias.by_bucket(ds, index, table.shape[1])
+                    continue
                 first = int(j[0, 0] - i[-1, 0])
                 sums[0] += bias.onto_table(bias.by_distance(ds), first, table.shape[1])
             else:
@@ -275,9 +286,10 @@ def bias_backward_in_dtype(
 
 
 class _Part(NamedTuple):
-    """What backward has of a sequence: its rows of q and of k, and by heads, `[num_heads, ...]`, q,
-    k, grad_out, P and dS."""
+    """What backward has of a sequence: its number, its rows of q and of k, and by heads,
+    `[num_heads, ...]`, q, k, grad_out, P and dS."""
 
+    sequence: int
     rows: slice
     keys: slice
     q: torch.Tensor
@@ -299,9 +311,9 @@ def _differentiated(grad_out: torch.Tensor, batch: Batch) -> Iterator[_Part]:
         q_b, grad_b = q[rows].transpose(0, 1), grad_out[out_rows].transpose(0, 1)
         k_b = k[keys].transpose(0, 1).repeat_interleave(group, dim=0)
         v_b = v[keys].transpose(0, 1).repeat_interleave(group, dim=0)
-        scores = _scores(q_b, k_b, batch, rows, keys)
+        scores = _scores(q_b, k_b, batch, i, rows, keys)
         p, slope = activate_heads(scores, batch.activation), derive_heads(scores, batch.activation)
         if batch.masked:
             keep = _counts(batch, i, p.shape[1], p.shape[2])
             p, slope = p.masked_fill(~keep, 0), slope.masked_fill(~keep, 0)
-        yield _Part(rows, keys, q_b, k_b, grad_b, p, slope * (grad_b @ v_b.transpose(1, 2)))
+        yield _Part(i, rows, keys, q_b, k_b, grad_b, p, slope * (grad_b @ v_b.transpose(1, 2)))

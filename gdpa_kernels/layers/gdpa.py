@@ -17,17 +17,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gdpa_kernels.calling import checks, jagged, private
+from gdpa_kernels.calling import checks, jagged
 from gdpa_kernels.calling.jagged import Jagged
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.calling.recipe import Recipe
 from gdpa_kernels.calling.sequences import Sequences, with_max_seqlen
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import gdpa
-from gdpa_kernels.gdpa.bias import MOST_BUCKETS, RelativeBias, check_times, hstu_thresholds
 from gdpa_kernels.gdpa.mask import ALL, FIELDS, Mask, mask_of
 from gdpa_kernels.gdpa.registration import check_activation
 from gdpa_kernels.layers import common
+from gdpa_kernels.layers.bias import BiasTables
 from gdpa_kernels.layers.rotary import check_rotary, sin_cos
 from gdpa_kernels.norms.api import head_norm
 
@@ -188,7 +188,7 @@ class _GDPALayer(nn.Module):
         )
 
 
-class GDPASelfAttention(private.Constants, _GDPALayer):
+class GDPASelfAttention(BiasTables, _GDPALayer):
     """Self-attention with an element-wise activation for softmax, on a jagged batch.
 
     One linear layer makes q, k and v, which the kernels read where they lie; another one mixes the
@@ -238,7 +238,6 @@ class GDPASelfAttention(private.Constants, _GDPALayer):
     ):
         mask_fields = {name: options.pop(name) for name in FIELDS & options.keys()}
         super().__init__(embed_dim, num_heads, num_kv_heads, options)
-        checks.check_bool(next_time=next_time)
         check_rotary(rotary, self.head_dim)
         self.mask, self.rotary = mask_of(mask, mask_fields), rotary
         if self.mask.num_targets is not None or self.mask.num_contexts is not None:
@@ -246,20 +245,7 @@ class GDPASelfAttention(private.Constants, _GDPALayer):
                 "num_targets and num_contexts of mask must be None, they come with each batch, got "
                 f"{self.mask}"
             )
-        sizes = {"position_bias": position_bias, "time_bias": time_bias}
-        checks.check_positive(**{name: size for name, size in sizes.items() if size is not None})
-        if time_bias is not None and time_bias > MOST_BUCKETS:
-            raise ValueError(f"time_bias must be at most {MOST_BUCKETS}, got {time_bias}")
-        self.next_time, self.position_bias, self.time_bias = next_time, None, None
-        thresholds, factory = None, self.options.factory
-        if position_bias is not None:
-            self.position_bias = nn.Parameter(torch.empty(2 * position_bias - 1, **factory))
-        if time_bias is not None:
-            self.time_bias = nn.Parameter(torch.empty(time_bias, **factory))
-            thresholds = hstu_thresholds(time_bias, self.options.device)
-        self.register_buffer("time_thresholds", thresholds, persistent=False)
-        self.register_load_state_dict_post_hook(_move_thresholds)
-        self.reset_parameters()
+        self.make_tables(position_bias, time_bias, next_time, **self.options.factory)
         heads = num_heads + 2 * self.num_kv_heads
         self.qkv = self._linear(embed_dim, heads * self.head_dim)
         self.out = self._linear(embed_dim, embed_dim)
@@ -290,51 +276,13 @@ class GDPASelfAttention(private.Constants, _GDPALayer):
         y = self._attend(
             self.qkv(values), None, sequences, sequences, rotation,
             self.options.validate and counted,
-            mask=self.mask.of_batch(num_targets, num_contexts), **self._bias(timestamps),
+            mask=self.mask.of_batch(num_targets, num_contexts),
+            relative_bias=self.relative_bias(timestamps),
         )  # fmt: skip
         return jagged.like(x, y, sequences)
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw the tables of the relative bias and make its thresholds; needed after `to_empty`."""
-        for table in (self.position_bias, self.time_bias):
-            if table is not None:
-                table.normal_(std=0.02)
-        self.make_constants()
-
-    def make_constants(self, device: torch.device | None = None) -> None:
-        """Make the thresholds, which no state dict holds, on `device`; None for where they are."""
-        if self.time_thresholds is not None:
-            device = self.time_thresholds.device if device is None else device
-            with torch.inference_mode(False):  # training may follow
-                self.time_thresholds = hstu_thresholds(len(self.time_bias), device)
-
-    def _bias(self, timestamps: torch.Tensor | None) -> dict[str, RelativeBias]:
-        """The relative bias as `gdpa` takes it."""
-        if timestamps is not None and self.time_bias is None:
-            raise ValueError("timestamps must be None without time_bias, got a value")
-        if self.position_bias is None and self.time_bias is None:
-            return {}
-        if self.time_bias is not None:
-            check_times("timestamps", timestamps, "time_bias")
-        bias = RelativeBias(
-            self.position_bias, self.time_bias, timestamps, time_thresholds=self.time_thresholds,
-            next_time=self.next_time,
-        )  # fmt: skip
-        return {"relative_bias": bias}
-
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mask={self.mask}, rotary={self.rotary}"
-
-
-def _move_thresholds(layer: GDPASelfAttention, _: object) -> None:
-    """Make the thresholds where `load_state_dict(assign=True)` has brought their table. A table on
-    the CPU may only wait there for its use: thresholds stay unless they have no values at all."""
-    if layer.time_thresholds is None:
-        return
-    table, thresholds = layer.time_bias.device, layer.time_thresholds.device
-    if table != thresholds and (thresholds.type == "meta" or table.type != "cpu"):
-        layer.make_constants(table)
 
 
 class PMA(_GDPALayer):

@@ -1,1 +1,2 @@
-"""RMSNorm beside attention, in one pass over memory: with the residual add, and of q and k."""
+"""Norms beside attention, each in one pass over memory: RMSNorm with the residual add, and of q and
+k; and the norm of the result times a gate."""

@@ -13,8 +13,15 @@ from gdpa_kernels.calling.operators import (
     once_differentiable,
 )
 from gdpa_kernels.calling.private import is_watched
-from gdpa_kernels.calling.rung import capability
 from gdpa_kernels.norms import reference
+from gdpa_kernels.norms.common import (
+    check_eps,
+    check_like,
+    check_tensor,
+    kernels_take,
+    no_flops,
+    or_empty,
+)
 
 EPSILON = 1e-6
 WIDTHS = 64, 8192
@@ -58,7 +65,7 @@ def add_rms_norm(
     """
     check_transforms("add_rms_norm")
     _check_rows(x, residual, weight)
-    _check_eps(eps)
+    check_eps(eps)
     tensors = distinct(x, residual, weight)
     return _AddRMSNorm.apply(*tensors, float(eps), checks.autocast(x.new_empty(0))[0].dtype)
 
@@ -117,7 +124,7 @@ def head_norm(
     """
     check_transforms("head_norm")
     _check_heads(x, weights, counts, turns)
-    _check_eps(eps)
+    check_eps(eps)
     checks.check_bool(overwrite_gradient=overwrite_gradient)
     second = weights[1] if len(weights) == 2 else None
     counts = (*counts, 0)[:2]
@@ -193,19 +200,9 @@ class _HeadNorm(torch.autograd.Function):
         return *once_differentiable("head_norm", gradients, inputs), *(None,) * 6
 
 
-def _kernels_take(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """True if kernels run on x's device and compute with these dtypes."""
-    compute_capability = capability(x.device)
-    return (
-        compute_capability is not None
-        and compute_capability >= (8, 0)
-        and all(t.dtype in checks.DTYPES for t in (x, *others) if t is not None)
-    )
-
-
 def _row_functions(x: torch.Tensor, *others: torch.Tensor | None):
     """The functions (forward, backward) for these tensors."""
-    if WIDTHS[0] <= x.shape[-1] <= WIDTHS[1] and _kernels_take(x, *others):
+    if WIDTHS[0] <= x.shape[-1] <= WIDTHS[1] and kernels_take(x, *others):
         from gdpa_kernels.norms import residual
 
         return residual.forward, residual.backward
@@ -214,16 +211,11 @@ def _row_functions(x: torch.Tensor, *others: torch.Tensor | None):
 
 def _head_functions(x: torch.Tensor, *others: torch.Tensor | None):
     """The functions (forward, backward) for these tensors."""
-    if x.shape[-1] <= MAX_HEAD_DIM and _kernels_take(x, *others):
+    if x.shape[-1] <= MAX_HEAD_DIM and kernels_take(x, *others):
         from gdpa_kernels.norms import heads
 
         return heads.forward, heads.backward
     return reference.head_forward, reference.head_backward
-
-
-def _or_empty(x: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """x, or for None a tensor without elements, which an operator can return."""
-    return like.new_empty(0) if x is None else x
 
 
 def _rows(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -234,7 +226,7 @@ def _add_forward(x, residual, weight, eps, dtype):
     forward, _ = _row_functions(x, residual, weight)
     y, stream, rstd = forward(_rows(x), _rows(residual), weight, eps, dtype)
     stream = None if stream is None else stream.view(x.shape)
-    return y.view(x.shape), _or_empty(stream, x), rstd
+    return y.view(x.shape), or_empty(stream, x), rstd
 
 
 def _fake_add_forward(x, residual, weight, eps, dtype):
@@ -251,7 +243,7 @@ def _add_backward(grad_y, grad_stream, stream, rstd, weight, x_dtype):
     rows = _rows(grad_y), _rows(grad_stream), _rows(stream)
     grad, grad_x, grad_weight = backward(*rows, rstd, weight, x_dtype)
     grad_x = None if grad_x is None else grad_x.view(stream.shape)
-    return grad.view(stream.shape), _or_empty(grad_x, stream), _or_empty(grad_weight, stream)
+    return grad.view(stream.shape), or_empty(grad_x, stream), or_empty(grad_weight, stream)
 
 
 def _fake_add_backward(grad_y, grad_stream, stream, rstd, weight, x_dtype):
@@ -278,7 +270,7 @@ def _head_forward(x, first, second, sin, cos, count_1, count_2, eps):
     x, counts = _heads(x, first), (count_1, count_2)
     forward, _ = _head_functions(x, first, second, sin, cos)
     rstd, x_copy = forward(x, first, second, counts, (sin, cos), eps, _floor(x, sin))
-    return rstd, _or_empty(x_copy, x)
+    return rstd, or_empty(x_copy, x)
 
 
 def _fake_head_forward(x, first, second, sin, cos, count_1, count_2, eps):
@@ -302,17 +294,12 @@ def _head_backward(grad, saved, rstd, first, second, sin, cos, count_1, count_2)
     weight_gradients = backward(
         grad, saved, rstd, first, second, counts, (sin, cos), _floor(saved, sin)
     )
-    return weight_gradients[0], _or_empty(weight_gradients[1], first)
+    return weight_gradients[0], or_empty(weight_gradients[1], first)
 
 
 def _fake_head_backward(grad, saved, rstd, first, second, sin, cos, count_1, count_2):
     second_gradient = first.new_empty(0) if second is None else second.new_empty(second.shape)
     return first.new_empty(first.shape), second_gradient
-
-
-def _no_flops(*_) -> int:
-    """The FLOPs of matmuls, which `FlopCounterMode` counts: none."""
-    return 0
 
 
 _ADD_FORWARD = define(
@@ -321,7 +308,7 @@ _ADD_FORWARD = define(
     "-> (Tensor, Tensor, Tensor)",
     _add_forward,
     _fake_add_forward,
-    _no_flops,
+    no_flops,
 )
 _ADD_BACKWARD = define(
     "add_rms_norm_backward",
@@ -329,7 +316,7 @@ _ADD_BACKWARD = define(
     "ScalarType? x_dtype) -> (Tensor, Tensor, Tensor)",
     _add_backward,
     _fake_add_backward,
-    _no_flops,
+    no_flops,
 )
 _HEAD_SCHEMA = "Tensor first, Tensor? second, Tensor? sin, Tensor? cos, SymInt count_1, SymInt "
 _HEAD_FORWARD = define(
@@ -337,58 +324,32 @@ _HEAD_FORWARD = define(
     f"(Tensor(a!) x, {_HEAD_SCHEMA}count_2, float eps) -> (Tensor, Tensor)",
     _head_forward,
     _fake_head_forward,
-    _no_flops,
+    no_flops,
 )
 _HEAD_COPY = define(
     "head_norm_copy",
     f"(Tensor x, {_HEAD_SCHEMA}count_2, float eps) -> (Tensor, Tensor, Tensor)",
     _head_copy,
     _fake_head_copy,
-    _no_flops,
+    no_flops,
 )
 _HEAD_BACKWARD = define(
     "head_norm_backward",
     f"(Tensor(a!) grad, Tensor saved, Tensor rstd, {_HEAD_SCHEMA}count_2) -> (Tensor, Tensor)",
     _head_backward,
     _fake_head_backward,
-    _no_flops,
+    no_flops,
 )
 
 
-def _check_eps(eps: object) -> None:
-    checks.check_float("eps", eps)
-    if eps < 0:
-        raise ValueError(f"eps must be at least 0, got {eps!r}")
-
-
-def _check_tensor(name: str, x: object) -> None:
-    """Raises TypeError unless x is a dense tensor of floating-point numbers."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if x.layout != torch.strided or x.is_nested:
-        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-        raise TypeError(f"{name} must be a dense tensor, got a {kind} one")
-    if not x.dtype.is_floating_point:
-        raise TypeError(f"{name} must have a floating-point dtype, got {x.dtype}")
-
-
-def _check_like(name: str, x: object, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raises TypeError or ValueError unless x is a tensor of `shape` on `device`."""
-    _check_tensor(name, x)
-    if x.shape != shape:
-        raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
-    if x.device != device:
-        raise ValueError(f"{name} must be on x's device {device}, got {x.device}")
-
-
 def _check_rows(x: object, residual: object, weight: object) -> None:
-    _check_tensor("x", x)
+    check_tensor("x", x)
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"x must have shape [..., width], got {list(x.shape)}")
     if residual is not None:
-        _check_like("residual", residual, x.shape, x.device)
+        check_like("residual", residual, x.shape, x.device)
     if weight is not None:
-        _check_like("weight", weight, x.shape[-1:], x.device)
+        check_like("weight", weight, x.shape[-1:], x.device)
     for name, other in (("residual", residual), ("weight", weight)):
         if other is not None and (other.dtype == torch.float64) != (x.dtype == torch.float64):
             raise TypeError(f"{name} must be float64 like x or neither, got {other.dtype}")
@@ -405,10 +366,10 @@ def _overlaps(x: torch.Tensor) -> bool:
 
 
 def _check_heads(x: object, weights: object, counts: object, turns: object) -> None:
-    _check_tensor("x", x)
+    check_tensor("x", x)
     if not isinstance(weights, tuple | list) or len(weights) not in (1, 2):
         raise TypeError(f"weights must be a tuple of one or two tensors, got {weights!r}")
-    _check_tensor("weights[0]", weights[0])
+    check_tensor("weights[0]", weights[0])
     head_dim = weights[0].shape[0] if weights[0].dim() == 1 else 0
     if head_dim < 1:
         raise ValueError(f"weights[0] must have shape [head_dim], got {list(weights[0].shape)}")
@@ -440,7 +401,7 @@ def _check_heads(x: object, weights: object, counts: object, turns: object) -> N
         raise ValueError(f"counts must sum to at most x's {heads} heads, got {counts!r}")
     for index, weight in enumerate(weights):
         name = f"weights[{index}]"
-        _check_like(name, weight, (head_dim,), x.device)
+        check_like(name, weight, (head_dim,), x.device)
         if (weight.dtype == torch.float64) != (x.dtype == torch.float64):
             raise TypeError(f"{name} must be float64 like x or neither, got {weight.dtype}")
     if turns is None:
@@ -451,7 +412,7 @@ def _check_heads(x: object, weights: object, counts: object, turns: object) -> N
         raise ValueError(f"weights[0] must have an even head_dim for turns, got {head_dim}")
     total = x.shape[0] if of_heads else x.numel() // x.shape[-1]
     for name, turn in zip(("sin", "cos"), turns, strict=True):
-        _check_like(name, turn, (total, head_dim // 2), x.device)
+        check_like(name, turn, (total, head_dim // 2), x.device)
         if not turn.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {turn.stride()}")
         if turn.requires_grad and torch.is_grad_enabled():

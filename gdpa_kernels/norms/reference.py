@@ -1,6 +1,6 @@
 """The norms by PyTorch's operators, with the arguments and results of the kernels.
 
-fp32 arithmetic, fp64 for fp64. `residual` and `heads` have the same functions as kernels.
+fp32 arithmetic, fp64 for fp64. `residual`, `heads` and `gated` have the same functions as kernels.
 """
 
 from __future__ import annotations
@@ -76,3 +76,60 @@ def _rotated(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor) -> torch.Ten
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     sin, cos = sin[:, None].to(x.dtype), cos[:, None].to(x.dtype)
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+
+
+def mul_forward(x, u, scale, weight, bias, keep, form, dtype):
+    """Compute `gated.forward`."""
+    a, mean, rstd, _, n, gate, _ = _gated(x, u, scale, weight, bias, form)
+    parts = [part for part, there in ((gate, form.u), (a, form.a), (n, form.n)) if there]
+    y = torch.cat([part.flatten(1) for part in (*parts, n * gate)], dim=1)
+    y = y if keep is None else torch.where(keep != 0, y * form.dropout_scale, 0)
+    mean = mean.flatten() if form.centred else None
+    return y.to(dtype), mean, rstd.flatten()
+
+
+def mul_backward(grad, x, u, scale, weight, bias, keep, mean, rstd, form):
+    """Compute `gated.backward`."""
+    _, _, rstd, z, n, gate, slope = _gated(x, u, scale, weight, bias, form)
+    grad = (
+        wide(grad) if keep is None else torch.where(keep != 0, wide(grad) * form.dropout_scale, 0)
+    )
+    grads = [*grad.view(len(x), form.parts, *z.shape[1:]).unbind(1)]
+    grad_product = grads.pop()
+    grad_u, grad_a, grad_n = (grads.pop(0) if x else 0 for x in (form.u, form.a, form.n))
+    grad_n = grad_n + grad_product * gate
+    grad_u = (grad_u + grad_product * n) * slope
+    over = (0, 2) if form.weights_of_heads else 0
+    sums = ((grad_n * z).sum(over), grad_n.sum(over))
+    pairs = zip(sums, (weight, bias), strict=True)
+    weights = (None if w is None else s.reshape(w.shape).to(w.dtype) for s, w in pairs)
+    if weight is not None:
+        grad_n = grad_n * _of_heads(weight, form)
+    grad_x = grad_n - z * (grad_n * z).mean(2, keepdim=True)
+    if form.centred:
+        grad_x = grad_x - grad_n.mean(2, keepdim=True)
+    grad_x = (grad_x * rstd + grad_a) * (1.0 if scale is None else wide(scale))
+    return grad_x.flatten(1).to(x.dtype), grad_u.flatten(1).to(u.dtype), *weights
+
+
+def _gated(x, u, scale, weight, bias, form):
+    """a, mean, rstd, z, n, c and dc / du of gated.py, `[tokens, heads, width]`."""
+    width = x.shape[1] // form.heads
+    a, u = (wide(each).unflatten(1, (form.heads, width)) for each in (x, u))
+    a = a if scale is None else a * wide(scale)
+    mean = a.mean(2, keepdim=True)
+    z = a - mean if form.centred else a
+    rstd = (z.square().mean(2, keepdim=True) + form.eps).rsqrt()
+    z = z * rstd
+    n = z if weight is None else z * _of_heads(weight, form)
+    n = n if bias is None else n + _of_heads(bias, form)
+    gate, slope = u, 1.0
+    if form.silu:
+        sigmoid = u.sigmoid()
+        gate, slope = u * sigmoid, sigmoid * (1 + u * (1 - sigmoid))
+    return a, mean, rstd, z, n, gate, slope
+
+
+def _of_heads(weight, form):
+    """A weight or bias, to be multiplied with `[tokens, heads, width]`."""
+    return wide(weight).view(1, form.heads, 1 if form.weights_of_heads else -1)

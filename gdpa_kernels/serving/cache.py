@@ -31,6 +31,7 @@ import torch
 from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.launch import cdiv
 from gdpa_kernels.gdpa.batch import PagedKV
+from gdpa_kernels.gdpa.bias import check_times
 from gdpa_kernels.gdpa.device.page_layout import key_and_value_rows
 from gdpa_kernels.serving import common, joined
 from gdpa_kernels.serving.arguments import check_key, check_list, check_users, renamed
@@ -55,9 +56,12 @@ class PagedCache:
         num_pages, page_size: pages of each layer, and tokens of a page; `score` may read pages of a
             multiple of 64 in place.
         num_kv_heads, head_dim, dtype, device: of keys and values.
+        with_times: keep the time of each token, int64, once for all layers, for layers with a
+            time_bias: 8 bytes a token.
 
     Attributes: data, the page pool `[num_layers, num_pages, 2, page_size, num_kv_heads, head_dim]`;
-    exclusive, a context in which no other thread uses the cache.
+    times, `[num_pages * page_size]`, by slot, or None; exclusive, a context in which no other
+    thread uses the cache.
 
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
@@ -73,6 +77,7 @@ class PagedCache:
         *,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
+        with_times: bool = False,
     ):
         if not isinstance(rules, HistoryRules):
             raise TypeError(f"rules must be HistoryRules, got {type(rules).__name__}")
@@ -81,10 +86,14 @@ class PagedCache:
         num_pages, page_size, *row = (
             checks.check_count(name, size, least=1) for name, size in sizes
         )
-        self.rules, self.page_size = rules, page_size
+        checks.check_bool(with_times=with_times)
+        self.rules, self.page_size, self.times = rules, page_size, None
         shape = (rules.num_layers, num_pages, 2, page_size, *row)
         with torch.inference_mode(False):  # gradients may follow an evaluation
             self.data = torch.zeros(shape, dtype=dtype, device=device)
+            if with_times:
+                slots = num_pages * page_size
+                self.times = torch.zeros(slots, dtype=torch.int64, device=self.data.device)
         self.exclusive = Exclusive(self.data.device)
         self._free = list(range(num_pages))[::-1]
         self._entries: OrderedDict[Hashable, CacheEntry] = OrderedDict()
@@ -104,6 +113,7 @@ class PagedCache:
         epochs: Sequence[Hashable] | None = None,
         *,
         begins: Sequence[int] | None = None,
+        timestamps: torch.Tensor | None = None,
     ) -> Pages:
         """Make room for counts[i] more tokens of users[i], and say where it is. `write` fills it,
         layer by layer; if that fails, `evict` these users, whose unwritten rows are refused.
@@ -114,6 +124,8 @@ class PagedCache:
         Args:
             begins: the positions of the first new tokens, for who has them from an earlier
                 `length`; None for where each history ends.
+            timestamps: int32 or int64 `[sum(counts)]` on the cache's device, the times of the new
+                tokens, user by user; given where the cache has times.
 
         Raises:
             TypeError, ValueError: an argument is wrong, or a history does not end at its begins; or
@@ -123,6 +135,7 @@ class PagedCache:
         """
         users, epochs = check_users(users, epochs)
         counts = [checks.check_count("counts", x) for x in check_list("counts", counts, len(users))]
+        self._check_timestamps(timestamps, sum(counts))
         entries = [self._find(*each) for each in zip(users, epochs, strict=True)]
         if begins is not None:
             _check_begins(users, entries, check_list("begins", begins, len(users)))
@@ -137,6 +150,8 @@ class PagedCache:
             for user, entry, end in zip(users, entries, ends, strict=True)
         ]
         table = page_table(spans, self.page_size, self.data.device)
+        if timestamps is not None:
+            self.times.index_copy_(0, table.slots, timestamps.long())
         for span in spans:  # at last: where anything above fails, no history has grown
             span.entry.length, span.entry.events = span.end, span.events
         return table
@@ -197,6 +212,12 @@ class PagedCache:
         rows = key_and_value_rows(pages.slots, self.page_size)
         k, v = (self._rows(layer).index_select(0, x) for x in rows)
         return k, v
+
+    @exclusively
+    def read_times(self, pages: Pages) -> torch.Tensor | None:
+        """The times of the tokens, int64 `[tokens]`, copied in order; None for a cache without."""
+        self._check_pages(0, pages)
+        return None if self.times is None else self.times.index_select(0, pages.slots)
 
     @renamed("at", "pages")
     @exclusively
@@ -304,6 +325,20 @@ class PagedCache:
         if entry is not None and entry.epoch == epoch:
             return entry
         return CacheEntry(epoch, [0] * self.rules.num_layers)
+
+    def _check_timestamps(self, timestamps: object, count: int) -> None:
+        """Raises TypeError or ValueError unless the cache has times and these are `count` of them,
+        or neither."""
+        if self.times is None:
+            if timestamps is not None:
+                raise ValueError("timestamps must be None without with_times, got a value")
+            return
+        check_times("timestamps", timestamps, "with_times")
+        if timestamps.shape != (count,) or timestamps.device != self.times.device:
+            raise ValueError(
+                f"timestamps must have shape [{count}] on {self.times.device}, got "
+                f"{list(timestamps.shape)} on {timestamps.device}"
+            )
 
     def _rows(self, layer: int) -> torch.Tensor:
         """A layer of the pool in the rows of gdpa/device/page_layout.py."""

@@ -14,6 +14,7 @@ import tritonemu
 from gdpa_kernels import block_attention, gdpa
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.norms.api import add_rms_norm
+from gdpa_kernels.norms.norm_mul import norm_mul
 from gdpa_kernels.serving import score
 from tests.calls import pretended
 from tests.serving import test_pages
@@ -98,7 +99,7 @@ def norms(random: np.random.Generator) -> torch.Tensor:
     count = int(random.integers(1_000, 2_000))
     x, weight = torch.zeros(count, 512, requires_grad=True), torch.ones(512, requires_grad=True)
     y, stream = add_rms_norm(x, x, weight)
-    return y + stream
+    return norm_mul(y, stream, weight, weight)
 
 
 def served(shown: int, page: int, group: int = 1) -> Call:

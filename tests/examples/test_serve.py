@@ -12,7 +12,8 @@ SMALL = ["--layers", "2", "--dim", "32", "--heads", "2", "--history", "24", "--c
 SMALL += ["--users", "5", "--batch", "2", "--requests", "6", "--page-size", "4", "--qps", "50"]
 
 
-def test_latencies_and_hits_are_told(tmp_path):
+def test_latencies_and_hits_are_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(serve, "TELL_S", 0.0)
     out, ratios = tmp_path / "served.json", []
     for pages in ("200", "36"):  # of all users, and of two
         serve.main([*SMALL, "--pages", pages, "--out", str(out)])
@@ -21,6 +22,26 @@ def test_latencies_and_hits_are_told(tmp_path):
         assert 0 < told["p50_ms"] <= told["p99_ms"] <= told["most_ms"] and told["served_qps"] < 60
         ratios.append(told["hit_ratio"])
     assert 0 <= ratios[1] < ratios[0] <= 1
+    printed, progress = capsys.readouterr()
+    assert json.loads(printed[: printed.index("}") + 1])["device"] in ("cpu", "cuda")
+    lines = progress.splitlines()
+    assert lines[0].endswith("6 requests at 50 a second") and "warm-up" in lines[1]
+    assert sum("p50" in line and "p99" in line for line in lines) == 12
+
+
+def test_an_interrupted_run_reports_what_it_has(tmp_path, monkeypatch):
+    out, scores, calls = tmp_path / "served.json", serve.Server.scores, []
+
+    def stops(*arguments):
+        calls.append(arguments)
+        if len(calls) == 5 + 4:  # of the warm-up, and three requests
+            raise KeyboardInterrupt
+        return scores(*arguments)
+
+    monkeypatch.setattr(serve.Server, "scores", stops)
+    serve.main([*SMALL, "--pages", "200", "--out", str(out)])
+    (row,) = json.loads(out.read_text())["rows"]
+    assert len(row["latencies_ms"]) == 3
 
 
 def test_scores_are_those_of_whole_histories():

@@ -49,7 +49,9 @@ def times_of(rows: int, seed: int = 7) -> torch.Tensor:
     return torch.randint(0, 10**6, (rows,), generator=make).sort().values.roll(3).to(DEVICE)
 
 
-def by_loops(call: dict, position_table, time_table, times_q, times_k, sees) -> torch.Tensor:
+def by_loops(
+    call: dict, position_table, time_table, times_q, times_k, sees, place=lambda i, n: i
+) -> torch.Tensor:
     """The output, pair by pair in the order of the formula; autograd gives the gradients."""
     q, k, v = (call[n] for n in "qkv")
     outs, group = [], q.shape[1] // k.shape[1]
@@ -71,7 +73,9 @@ def by_loops(call: dict, position_table, time_table, times_q, times_k, sees) -> 
                             position_table[head] if position_table.dim() == 2 else position_table
                         )
                         most = table.numel() // 2
-                        s = s + table[max(-most, min(j - i, most)) + most]
+                        keys = end_k - start_k
+                        apart = place(j, keys) - place(i, keys)
+                        s = s + table[max(-most, min(apart, most)) + most]
                     if time_table is not None:
                         table = time_table[head] if time_table.dim() == 2 else time_table
                         apart = int(times_q[mine]) - int(times_k[theirs])
@@ -98,7 +102,18 @@ LOOPS = {
         {"causal": True, "num_targets": torch.tensor([3]).int(), "num_contexts": 2},
         lambda i, j, n: meta(i, j, n, 3, 2, None, 0),
     ),
+    "groups": (
+        (9,), (4,),
+        {"causal": "lower_right", "num_targets": torch.tensor([6]).int(), "target_group_size": 2},
+        lambda i, j, n: j <= i and (j < 3 or (i - 3) // 2 == (j - 3) // 2),
+    ),
+    "own_targets": (
+        (8,), None,
+        {"causal": True, "num_targets": torch.tensor([3]).int(), "target_ranks": "own"},
+        lambda i, j, n: meta(i, j, n, 3, 0, None, 0),
+    ),
 }  # fmt: skip
+PLACES = {"targets": lambda i, n: min(i, n - 3), "groups": lambda i, n: min(i, n - 6)}
 
 
 @pytest.mark.parametrize("per_head", (sweep(False), True))
@@ -119,7 +134,8 @@ def test_the_definition_is_the_formula(mask, which, per_head):
         after = torch.cat([after[e - n : e] for e, n in zip(ends, queries, strict=True)])
     leaves = [call[n] for n in "qkv"] + [x for x in (position, time) if x is not None]
     found = gdpa(**call, relative_bias=RelativeBias(position, time, times), impl="reference")
-    wanted = by_loops(call, position, time, after, times, sees)
+    place = {"place": PLACES[mask]} if mask in PLACES else {}
+    wanted = by_loops(call, position, time, after, times, sees, **place)
     grad = torch.randn_like(wanted)
     pairs = zip(
         (found, *torch.autograd.grad(found, leaves, grad)),
@@ -230,6 +246,11 @@ KERNEL_CASES = {
     "targets": Case("targets", LENGTHS, options=COUNTS | {"causal": True, "window": 9}),
     "delta_targets": Case("delta_targets", DELTA, LENGTHS, options=COUNTS | {
         "causal": "lower_right", "num_contexts": None}),
+    "groups": Case("groups", (150, 9, 70), options={
+        "causal": True, "num_targets": torch.tensor([90, 0, 33], dtype=INT, device=DEVICE),
+        "target_group_size": 3}),
+    "own_targets": Case("own_targets", DELTA, LENGTHS, options=COUNTS | {
+        "causal": "lower_right", "num_contexts": None, "target_ranks": "own"}),
     "per_head": Case("per_head", (60, 20), num_heads=4, options={
         "activation": ("gelu", "silu", "relu", "gelu_tanh"), "output_scale": 1 / 60}),
     "wide": Case("wide", (70, 5), head_dim=256, options={"causal": True}),
@@ -239,7 +260,7 @@ KERNEL_CASES = {
     "empty_batch": Case("empty_batch", ()),
     "no_tokens": Case("no_tokens", (0, 0)),
 }  # fmt: skip
-QUICK = ("cross_causal", "delta_targets", "window", "head_dim_128", "no_tokens")
+QUICK = ("cross_causal", "delta_targets", "groups", "window", "head_dim_128", "no_tokens")
 
 
 def biased(case: Case, dtype: torch.dtype, per_head: bool, seed: int = 0) -> tuple[dict, dict]:
@@ -474,7 +495,7 @@ def test_a_layer_learns_its_tables():
     assert {n: tuple(layer.state_dict()[n].shape) for n in names} == names
     assert "time_thresholds" not in layer.state_dict()
     own = GDPASelfAttention(16, 2, time_bias=129, next_time=False)
-    assert own.position_bias is None and not own._bias(times)["relative_bias"].next_time
+    assert own.position_bias is None and not own.relative_bias(times).next_time
 
 
 def test_a_layer_that_was_made_nowhere_has_its_thresholds():

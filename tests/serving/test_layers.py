@@ -130,12 +130,8 @@ def test_a_deletion_is_served_after_its_suffix_is_computed_again(options):
     [
         (ValueError, "'index' for a layer with rotary, .* got None", {"rotary": 100}),
         (NotImplementedError, "full_rows of layer must be 0, got 2", {"full_rows": 2, "window": 3}),
-        (
-            NotImplementedError,
-            "position_bias and time_bias of layer must be None",
-            {"time_bias": 9},
-        ),
-        (NotImplementedError, "position_bias and .* got one of them", {"position_bias": 9}),
+        (NotImplementedError, "next_time of layer must be False: the time", {"time_bias": 9}),
+        (ValueError, "cache must have times", {"time_bias": 9, "next_time": False}),
         (
             ValueError,
             "causal of layer must be True or 'upper_left', got False",

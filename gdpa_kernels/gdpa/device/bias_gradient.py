@@ -79,8 +79,10 @@ def bias_kernel(
     position_ptr=None, time_ptr=None, times_q_ptr=None, times_k_ptr=None, thresholds_ptr=None,
     BIAS: tl.constexpr = None,
 ):  # fmt: skip
-    """Sums of dS of one stripe. distances_ptr [programs, 2, BLOCK]: of distance first_distance + c,
-    and of first_distance + c - BLOCK; buckets_ptr [programs, WIDTH]; None: not needed."""
+    """Sums of dS of one stripe. distances_ptr [programs, 2 or 3, BLOCK]: of distance first_distance
+    + c, of first_distance + c - BLOCK, and of pairs of targets that share a position; buckets_ptr
+    [programs, WIDTH]; None: not needed."""
+    SHARED: tl.constexpr = segments_ptr is not None and distances_ptr is not None and not OWN_RANKS
     pid = tl.program_id(0)
     first_distance = (first_stripe + pid % stripes) * BLOCK
     head = pid // stripes % NUM_HEADS
@@ -91,6 +93,7 @@ def bias_kernel(
     rotated_key = offsets[:, None] + offsets[None, :]  # of row r at column c; less BLOCK if wrapped
     stripe_sums = tl.zeros([BLOCK], tl.float32)
     previous_sums = tl.zeros([BLOCK], tl.float32)
+    sums_of_targets = tl.zeros([BLOCK], tl.float32)
     if buckets_ptr is not None:
         entries = tl.arange(0, WIDTH)
         sums = tl.zeros([WIDTH], tl.float32)
@@ -102,58 +105,80 @@ def bias_kernel(
         if LOWER_RIGHT:
             shift = len_k - len_q
         ahead = shift + first_distance  # from a tile's first row to its first key
+        shared_from = None
         if segments_ptr is not None:
             segments = load_segments(
                 segments_ptr, batch, len_k, WINDOW, TARGET_GROUP, FULL_ROWS, OWN_RANKS
             )
-        for first_row in range(
-            tl.maximum(-ahead, 0) // BLOCK * BLOCK, tl.minimum(len_q, len_k - ahead), BLOCK
-        ):
-            row, key = first_row + offsets, first_row + ahead + offsets
-            i, j = row[:, None] + shift, key[None, :]
-            is_row, is_key = row < len_q, (key >= 0) & (key < len_k)
-            q = load_rows(q_ptr, start_q, head, row, is_row, Q_STRIDES, HEAD_DIM, BLOCK_D)
-            k = load_rows(k_ptr, start_k, head // GROUP, key, is_key, K_STRIDES, HEAD_DIM, BLOCK_D)
-            s = tl.dot(q, k.T, input_precision=PRECISION) * scale
-            s = add_bias(
-                s, first_row, first_row + shift, first_row + ahead, head, len_q, len_k, start_q,
-                start_k, position_ptr, time_ptr, times_q_ptr, times_k_ptr, thresholds_ptr, BIAS,
-            )  # fmt: skip
-            _, slope = value_and_slope_per_head(s, 1.0, head, ACTIVATION, not EXACT)
-            if segments_ptr is None:
-                slope = mask_probabilities(
-                    slope, first_row + shift, first_row + ahead, CAUSAL, WINDOW
-                )
+            if not OWN_RANKS:
+                shared_from = segments.first_target
+        # First along the diagonals; then rows of targets, over the keys of the history at this
+        # stripe's distances from the first target.
+        for of_targets in tl.static_range(1 + SHARED):
+            if of_targets:
+                begin = tl.maximum(shared_from - shift, 0)
+                end = tl.where(first_distance < 0, len_q, begin)
             else:
-                slope = tl.where(sees(i, j, segments), slope, 0.0)
-            grad = load_rows(
-                grad_ptr, start_out, head, row, is_row, GRAD_STRIDES, HEAD_DIM, BLOCK_D
-            )
-            v = load_rows(v_ptr, start_k, head // GROUP, key, is_key, V_STRIDES, HEAD_DIM, BLOCK_D)
-            exists = is_row[:, None] & is_key[None, :]
-            ds = slope * tl.dot(grad, v.T, input_precision=PRECISION)
-            ds = tl.where(exists, ds, 0.0)
-            if distances_ptr is not None:
-                rotated = tl.gather(ds, rotated_key % BLOCK, 1)
-                stripe_sums += tl.sum(tl.where(rotated_key < BLOCK, rotated, 0.0), 0)
-                previous_sums += tl.sum(tl.where(rotated_key < BLOCK, 0.0, rotated), 0)
-            if buckets_ptr is not None:
-                bucket = time_buckets(
-                    i, j, shift, len_q, len_k, start_q, start_k,
-                    times_q_ptr, times_k_ptr, thresholds_ptr, BIAS[2],
+                begin = tl.maximum(-ahead, 0) // BLOCK * BLOCK
+                end = tl.minimum(len_q, len_k - ahead)
+            for first_row in range(begin, end, BLOCK):
+                first_key = shared_from + first_distance if of_targets else first_row + ahead
+                row, key = first_row + offsets, first_key + offsets
+                i, j = row[:, None] + shift, key[None, :]
+                is_row, is_key = row < len_q, (key >= 0) & (key < len_k)
+                q = load_rows(q_ptr, start_q, head, row, is_row, Q_STRIDES, HEAD_DIM, BLOCK_D)
+                k = load_rows(
+                    k_ptr, start_k, head // GROUP, key, is_key, K_STRIDES, HEAD_DIM, BLOCK_D
+                )
+                s = tl.dot(q, k.T, input_precision=PRECISION) * scale
+                s = add_bias(
+                    s, first_row, first_row + shift, first_key, head, len_q, len_k, start_q,
+                    start_k, position_ptr, time_ptr, times_q_ptr, times_k_ptr, thresholds_ptr, BIAS,
+                    False, shared_from,
                 )  # fmt: skip
-                added = exists & (ds != 0.0)  # a NaN is not 0
-                least = tl.min(tl.where(added, bucket, WIDTH))
-                most = tl.max(tl.where(added, bucket, -1))
-                for entry in range(least, most + 1):
-                    total = tl.sum(tl.where(bucket == entry, ds, 0.0))
-                    sums += tl.where(entries == entry, total, 0.0)
+                _, slope = value_and_slope_per_head(s, 1.0, head, ACTIVATION, not EXACT)
+                if segments_ptr is None:
+                    slope = mask_probabilities(slope, first_row + shift, first_key, CAUSAL, WINDOW)
+                else:
+                    slope = tl.where(sees(i, j, segments), slope, 0.0)
+                grad = load_rows(
+                    grad_ptr, start_out, head, row, is_row, GRAD_STRIDES, HEAD_DIM, BLOCK_D
+                )
+                v = load_rows(
+                    v_ptr, start_k, head // GROUP, key, is_key, V_STRIDES, HEAD_DIM, BLOCK_D
+                )
+                exists = is_row[:, None] & is_key[None, :]
+                ds = slope * tl.dot(grad, v.T, input_precision=PRECISION)
+                ds = tl.where(exists, ds, 0.0)
+                if of_targets:
+                    stripe_sums += tl.sum(tl.where(j < shared_from, ds, 0.0), 0)
+                elif distances_ptr is not None:
+                    apart = ds
+                    if SHARED:
+                        sums_of_targets += tl.sum(tl.where(j >= shared_from, ds, 0.0), 0)
+                        apart = tl.where(i < shared_from, ds, 0.0)
+                    rotated = tl.gather(apart, rotated_key % BLOCK, 1)
+                    stripe_sums += tl.sum(tl.where(rotated_key < BLOCK, rotated, 0.0), 0)
+                    previous_sums += tl.sum(tl.where(rotated_key < BLOCK, 0.0, rotated), 0)
+                if buckets_ptr is not None and not of_targets:
+                    bucket = time_buckets(
+                        i, j, shift, len_q, len_k, start_q, start_k,
+                        times_q_ptr, times_k_ptr, thresholds_ptr, BIAS[2],
+                    )  # fmt: skip
+                    added = exists & (ds != 0.0)  # a NaN is not 0
+                    least = tl.min(tl.where(added, bucket, WIDTH))
+                    most = tl.max(tl.where(added, bucket, -1))
+                    for entry in range(least, most + 1):
+                        total = tl.sum(tl.where(bucket == entry, ds, 0.0))
+                        sums += tl.where(entries == entry, total, 0.0)
 
     program = pid.to(tl.int64)
     if distances_ptr is not None:
-        distances_ptr += program * (2 * BLOCK)
+        distances_ptr += program * ((2 + SHARED) * BLOCK)
         tl.store(distances_ptr + offsets, stripe_sums)
         tl.store(distances_ptr + BLOCK + offsets, previous_sums)
+        if SHARED:
+            tl.store(distances_ptr + 2 * BLOCK + offsets, sums_of_targets)
     if buckets_ptr is not None:
         tl.store(buckets_ptr + program * WIDTH + entries, sums)
 
@@ -194,7 +219,10 @@ def table_gradients(
         by_distance[:, 1:] += sums[:, :, 0]
         by_distance[:, :-1] += sums[:, :, 1]  # of the stripe before
         least = (first - 1) * config.BLOCK
-        sums = bias.onto_table(by_distance.flatten(1), least, position.shape[1])
+        by_distance = by_distance.flatten(1)
+        if batch.shares_positions:
+            by_distance[:, -least] += sums[:, :, 2].sum((1, 2))
+        sums = bias.onto_table(by_distance, least, position.shape[1])
         position = (sums * batch.output_scale).to(position.dtype)
     if time is not None:
         sums = _of_tables(buckets.sum((0, 2)), time)[:, : time.shape[1]]
@@ -211,7 +239,7 @@ def launch_sums(
     grad_out: torch.Tensor, batch: Batch, config: Config, first: int, stripes: int,
     by_distance: bool, by_bucket: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    """The sums of `bias_kernel` by distance, fp32 `[chunks, heads, stripes, 2, BLOCK]`, and by
+    """The sums of `bias_kernel` by distance, fp32 `[chunks, heads, stripes, 2 or 3, BLOCK]`, and by
     bucket, `[chunks, heads, stripes, buckets or more]`; None for those that are not asked for."""
     q, k, v, time = batch.q, batch.k, batch.v, batch.bias.time_table
     chunks = min(cdiv(PROGRAMS, stripes * batch.num_heads), max(batch.sequences, 1))
@@ -220,7 +248,9 @@ def launch_sums(
     width = 16 if time is None else max(16, next_power_of_2(time.shape[1]))
     distances = buckets = None
     if by_distance:
-        distances = q.new_empty(*shape, 2, config.BLOCK, dtype=torch.float32)
+        distances = q.new_empty(
+            *shape, 2 + batch.shares_positions, config.BLOCK, dtype=torch.float32
+        )
     if by_bucket:
         buckets = q.new_empty(*shape, width, dtype=torch.float32)
     launch(

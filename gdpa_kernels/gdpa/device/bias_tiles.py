@@ -41,10 +41,11 @@ def time_buckets(
 def add_bias(
     s, first_row, position, first_key, head, len_q, len_k, start_q, start_k,
     position_ptr, time_ptr, times_q_ptr, times_k_ptr, thresholds_ptr, BIAS: tl.constexpr,
-    KEYS_FIRST: tl.constexpr = False,
+    KEYS_FIRST: tl.constexpr = False, shared_from=None,
 ):  # fmt: skip
     """s plus the bias of the pairs that exist. s: scaled scores [rows, keys], or with KEYS_FIRST
-    [keys, rows]. position: of first_row."""
+    [keys, rows]. position: of first_row. shared_from: positions after it count as it, None for
+    none."""
     if KEYS_FIRST:
         i = position + tl.arange(0, s.shape[1])[None, :]
         j = first_key + tl.arange(0, s.shape[0])[:, None]
@@ -56,7 +57,10 @@ def add_bias(
     head = tl.cast(head, tl.int64)
     if position_ptr is not None:
         MOST: tl.constexpr = BIAS[0] // 2  # entries are of distances -MOST .. MOST
-        distance = tl.minimum(tl.maximum(j - i, -MOST), MOST)
+        distance = j - i
+        if shared_from is not None:
+            distance = tl.minimum(j, shared_from) - tl.minimum(i, shared_from)
+        distance = tl.minimum(tl.maximum(distance, -MOST), MOST)
         position_ptr += head * BIAS[1] + MOST
         s += tl.load(position_ptr + distance, mask=exists, other=0.0).to(tl.float32)
     if time_ptr is not None:

@@ -108,12 +108,15 @@ def tiled_kernel(
     position = first_row
     if LOWER_RIGHT:
         position += len_k - len_q
+    shared_from = None
     if segments_ptr is None:
         start, end = key_range(position, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     else:
         segments = load_segments(
             segments_ptr, batch, len_k, WINDOW, TARGET_GROUP, FULL_ROWS, OWN_RANKS
         )
+        if not OWN_RANKS:
+            shared_from = segments.first_target
         start, end, gap_start, gap_end = key_intervals(position, BLOCK_M, len_k, segments, BLOCK_N)
     for first_key in tl.range(start, end, BLOCK_N):
         if segments_ptr is not None:
@@ -124,7 +127,8 @@ def tiled_kernel(
         if BIAS is not None:
             s = add_bias(
                 s * scale, first_row, position, first_key, head, len_q, len_k, start_q, start_k,
-                position_ptr, time_ptr, times_q_ptr, times_k_ptr, thresholds_ptr, BIAS,
+                position_ptr, time_ptr, times_q_ptr, times_k_ptr, thresholds_ptr, BIAS, False,
+                shared_from,
             )  # fmt: skip
         factor = scale if BIAS is None else 1.0
         p = activate_per_head(s, factor, head, ACTIVATION, not EXACT)

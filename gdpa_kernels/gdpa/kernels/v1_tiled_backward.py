@@ -138,12 +138,15 @@ def keys_kernel(
     first = first_key
     if LOWER_RIGHT:
         first = tl.maximum(first_key - (len_k - len_q), 0)
+    shared_from = None
     if segments_ptr is None:
         start, end = row_range(first, len_q, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     else:
         segments = load_segments(
             segments_ptr, batch, len_k, WINDOW, TARGET_GROUP, FULL_ROWS, OWN_RANKS
         )
+        if not OWN_RANKS:
+            shared_from = segments.first_target
         start, end, gap_start, gap_end = row_intervals(
             first_key, BLOCK_N, len_q, len_k, segments, BLOCK_M
         )
@@ -163,6 +166,7 @@ def keys_kernel(
                 s = add_bias(
                     s * scale, first_row, position, first_key, head, len_q, len_k, start_q, start_k,
                     position_ptr, time_ptr, times_q_ptr, times_k_ptr, thresholds_ptr, BIAS, True,
+                    shared_from,
                 )  # fmt: skip
             factor = scale if BIAS is None else 1.0
             p, slope = value_and_slope_per_head(s, factor, head, ACTIVATION, not EXACT)
@@ -232,12 +236,15 @@ def queries_kernel(
     position = first_row
     if LOWER_RIGHT:
         position += len_k - len_q
+    shared_from = None
     if segments_ptr is None:
         start, end = key_range(position, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     else:
         segments = load_segments(
             segments_ptr, batch, len_k, WINDOW, TARGET_GROUP, FULL_ROWS, OWN_RANKS
         )
+        if not OWN_RANKS:
+            shared_from = segments.first_target
         start, end, gap_start, gap_end = key_intervals(position, BLOCK_M, len_k, segments, BLOCK_N)
     for first_key in tl.range(start, end, BLOCK_N):
         if segments_ptr is not None:
@@ -247,7 +254,8 @@ def queries_kernel(
         if BIAS is not None:
             s = add_bias(
                 s * scale, first_row, position, first_key, head, len_q, len_k, start_q, start_k,
-                position_ptr, time_ptr, times_q_ptr, times_k_ptr, thresholds_ptr, BIAS,
+                position_ptr, time_ptr, times_q_ptr, times_k_ptr, thresholds_ptr, BIAS, False,
+                shared_from,
             )  # fmt: skip
         factor = scale if BIAS is None else 1.0
         _, slope = value_and_slope_per_head(s, factor, head, ACTIVATION, not EXACT)

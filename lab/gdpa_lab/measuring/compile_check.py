@@ -102,7 +102,7 @@ def build_rung(
 
 _DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32",
-    torch.int64: "i64",
+    torch.int64: "i64", torch.uint8: "u8",
 }  # fmt: skip
 # Writes to global memory: in PTX a store, an atomic operation, or TMA; in AMD's assembly.
 _WRITES = re.compile(
