@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Tickets: a schedule that sees the mask
+# # Tickets and masks
 #
 # A causal mask lets query i see keys 0 to i, a window of w only the last w of them. So the last
 # tile of a sequence sees all keys and the first one a single block. What does a list cost that

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Several GPUs: sorted rows cost more than communication
+# # Several GPUs
 #
 # Jagged batches give the ranks of a training job unequal work, and every step ends when the slowest
 # rank has finished. What does that cost, and what do gradients on their way cost?
