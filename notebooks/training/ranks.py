@@ -179,8 +179,8 @@ chapter.figure(chart, data=ranks.reset_index(), measured=chapter.holders("ranks"
 # *DDP* keeps the whole model on every rank and averages gradients during the backward pass; *FSDP2*
 # also shards the weights. Waiting for a slower rank and for gradients look alike. To tell them
 # apart, time a step again without communication (`no_sync`). The slowest rank alone is what the
-# step *must* wait for; the remainder is {term}`exposed communication`. Embedding tables that one GPU
-# cannot hold are sharded: `examples/torchrec_embeddings.py` does it with TorchRec.
+# step *must* wait for; the remainder is {term}`exposed communication`. Embedding tables too large
+# for one GPU are sharded: `examples/torchrec_embeddings.py` does it with TorchRec.
 
 # %% tags=["remove-input"]
 names = {"step_ms": "step, ms", "own_ms": "slowest alone, ms", "exposed": "exposed, ms",
