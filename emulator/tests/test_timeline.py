@@ -431,6 +431,8 @@ def test_page_keeps_the_cycle_when_the_variant_changes(opened):
     opened.get_by_role("button", name=BROKEN).click()
     assert before > 0 and cycle() == before
     assert opened.locator("#cursor").get_attribute("style") == at, "on one axis"
+    line, box = (opened.locator(x).bounding_box() for x in (".current >> nth=0", "#source"))
+    assert box["y"] <= line["y"] <= box["y"] + box["height"]
     opened.keyboard.press("End")
     opened.get_by_role("button", name=CORRECT).click()
     assert opened.locator("#outcome").inner_text() == OUTCOMES[CORRECT]

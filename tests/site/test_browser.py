@@ -83,6 +83,23 @@ def test_titles_are_short_and_first_figures_on_the_first_screen(site, toc, tab):
     assert len(whole) >= WHOLE_FIRST_FIGURES, f"{len(whole)}: {whole}"
 
 
+def test_steppers_show_timeline_and_source_on_one_screen_as_wide_as_the_text(site, tab):
+    tab.set_viewport_size({"width": 736, "height": WIDE["height"]})
+    paths = sorted((site / "figures").glob("*.html"))
+    assert len(paths) >= 8
+    for path in paths:
+        open_page(tab, path)
+        tab.evaluate("document.documentElement.classList.add('framed')")
+        for button in tab.locator("#variants button").all():
+            button.click()
+            box = tab.locator("#source").bounding_box()
+            assert box["y"] + box["height"] <= WIDE["height"], (path.name, button.inner_text())
+            cut = tab.locator("#source code").evaluate_all(
+                "all => all.filter(e => e.scrollWidth > e.clientWidth).map(e => e.textContent)"
+            )
+            assert cut == [], path.name
+
+
 def test_menu_opens_on_a_phone_and_its_parts_unfold(site, tab):
     tab.set_viewport_size(PHONE)
     open_page(tab, site / "index.html")
