@@ -45,6 +45,8 @@ CONTENTS = ROOT / "_toc.yml"
 WORKERS = {"replay": 2, "measure": 1, "compare": 1}
 INPUTS = ("data", "gdpa_kernels", "lab/gdpa_lab", "emulator/tritonemu", "notebooks/_lib")
 OPTIONS = {"name", "caption", "alt"}
+PROMISE = ":::{admonition} In this chapter"
+BESIDES = "# what the cell above shows besides"  # a cell without source is not rendered
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 
 
@@ -180,9 +182,22 @@ def part_captions(notebook: nbformat.NotebookNode) -> None:
         if pictures and rest:
             cell.outputs = pictures[:1]
             hidden = {"tags": ["remove-input"]}
-            note = "# what the cell above shows besides"  # a cell without source is not rendered
-            cells.append(nbformat.v4.new_code_cell(note, outputs=rest, metadata=hidden))
+            cells.append(nbformat.v4.new_code_cell(BESIDES, outputs=rest, metadata=hidden))
     notebook.cells = cells
+
+
+def figure_first(notebook: nbformat.NotebookNode) -> None:
+    """Move the figure that answers a chapter's question to right behind it: before what the reader
+    will do, and before imports. A figure that text leads to stays."""
+    head, *rest = notebook.cells
+    question, mark, promise = head.source.partition(PROMISE)
+    first = next((i for i, cell in enumerate(rest) if "mystnb" in cell.metadata), None)
+    if first is None or not mark or any(c.cell_type == "markdown" for c in rest[:first]):
+        return
+    end = first + 1 + any(cell.source == BESIDES for cell in rest[first + 1 : first + 2])
+    head.source = question.rstrip()
+    promised = nbformat.v4.new_markdown_cell(mark + promise)
+    notebook.cells = [head, *rest[first:end], promised, *rest[:first], *rest[end:]]
 
 
 def join_streams(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
@@ -203,6 +218,7 @@ def finish(notebook: nbformat.NotebookNode, path: Path, parameters: dict[str, st
         if "outputs" in cell:
             cell.outputs = join_streams(cell.outputs)
     part_captions(notebook)
+    figure_first(notebook)
     for index, cell in enumerate(notebook.cells):
         cell.id = f"cell-{index:03d}"
         for name in ("papermill", "execution"):

@@ -180,6 +180,26 @@ def test_the_caption_is_of_the_picture_alone(runner, monkeypatch, capfd):
     assert rest.metadata["tags"] == ["remove-input"] and rest.source  # or it is not rendered
 
 
+@pytest.mark.parametrize("text", ["", "# %% [markdown]\n# Text.\n"], ids=["plain", "led to"])
+def test_the_figure_comes_before_the_promise_and_imports_unless_text_leads_to_it(
+    runner, monkeypatch, capfd, text
+):
+    question = "# # A page\n#\n# Why?\n#\n# :::{admonition} In this chapter (5 minutes)\n# :::\n"
+    header = HEADER.replace("# # A page\n", question)
+    drawn = "from IPython.display import SVG\ndisplay(SVG('<svg/>'))\nprint('besides')\n"
+    write(runner, "a.py", header + text + FIGURE.replace("value = 1\n", drawn))
+    assert run(runner, monkeypatch, capfd)[0] == 0
+    cells = nbformat.read(runner.EXECUTED / "part" / "a.ipynb", as_version=4).cells
+    figure = next(i for i, cell in enumerate(cells) if "mystnb" in cell.metadata)
+    if text:
+        assert figure == len(cells) - 2 and "In this chapter" in cells[0].source
+        return
+    assert cells[0].source == "# A page\n\nWhy?" and figure == 1
+    assert cells[2].outputs[0].text == "besides\n", "what belongs to the figure goes with it"
+    assert cells[3].source == ":::{admonition} In this chapter (5 minutes)\n:::"
+    assert all(cell.cell_type == "code" for cell in cells[4:]) and len(cells) > 4
+
+
 def test_a_chapter_is_replayed_again_only_if_something_changed(runner, monkeypatch, capfd):
     first, other = (write(runner, f"{name}.py", HEADER) for name in "ab")
     assert run(runner, monkeypatch, capfd)[0] == 0

@@ -142,8 +142,26 @@ def test_rungs_run_on_the_device_through_the_session_alone():
         assert _on_the_device(ast.parse(page.read_text(encoding="utf-8"))) == [], page
 
 
+def title_of(chapter: Path) -> str:
+    return re.search("^# # (.+)$", chapter.read_text(encoding="utf-8"), re.MULTILINE)[1]
+
+
+def test_a_chapter_of_a_rung_has_its_kernel_s_name():
+    def plain(text: str) -> str:
+        return re.sub(r"[\W_]", "", text).lower()
+
+    named = 0
+    for page in LAUNCHING:
+        if rung := re.fullmatch(r"v(\d)_(\w+?)(?:_backward)?", page.stem):
+            which, _, name = title_of(page).partition(": ")
+            assert which.startswith(page.parent.name.title()) and f"v{rung[1]}" in which
+            assert plain(rung[2]) in plain(name), page
+            named += 1
+    assert named >= 17
+
+
 def test_code_names_chapters_by_the_titles_that_they_have():
-    titles = set(re.findall(r'title: "?([^"\n]+)', (record.ROOT / "_toc.yml").read_text()))
+    titles = {title_of(page) for page in LAUNCHING}
     named = set()
     for house in ("gdpa_kernels", "lab", "emulator"):
         for source in (record.ROOT / house).rglob("*.py"):

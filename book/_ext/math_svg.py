@@ -12,21 +12,24 @@ from sphinx.application import Sphinx
 from sphinx.util.math import get_node_equation_number
 from sphinx.writers.html5 import HTML5Translator
 
-SIZE = 16
+SIZE, SMALLEST = 16, 0.85
 ziamath.config.svg2 = False  # every picture of a page whole: no names that two could share
 ziamath.config.precision = 1
 
 
 @cache
 def svg(tex: str, inline: bool) -> str:
-    """Set TeX as an SVG element as tall as the text around it, on its baseline."""
+    """Set TeX as an SVG element as tall as the text around it, on its baseline; a display shrinks
+    to `SMALLEST` of its size at most."""
     picture = ziamath.Latex(tex, size=SIZE, inline=inline, color="currentColor").svg()
     left, top, width, height = map(float, re.search(r'viewBox="([^"]+)"', picture)[1].split())
+    least = SMALLEST * width / SIZE
     below = round(-(top + height) / SIZE, 3)
     head = (
         f'<svg class="formula" role="img" aria-label="{html.escape(tex)}" '
         f'viewBox="{left:g} {top:g} {width:g} {height:g}" '
-        f'style="width:{width / SIZE:.3f}em;vertical-align:{below:g}em">'
+        f'style="width:{width / SIZE:.3f}em;'
+        + (f'vertical-align:{below:g}em">' if inline else f'min-width:{least:.3f}em">')
     )
     return head + picture[picture.index(">") + 1 :]
 

@@ -58,6 +58,8 @@ def describe(
     """Add the tags of a page; leave out the scripts of Thebe, which fail and which no page uses."""
     scripts = context["script_files"]
     context["script_files"] = [s for s in scripts if "thebe" not in f"{s.filename}{s.attributes}"]
+    if pagename == app.config.root_doc:
+        context["docstitle"] = ""  # which is its own title
     if doctree is None:
         return
     base, title = app.config.html_baseurl.rstrip("/"), app.env.titles[pagename].astext()

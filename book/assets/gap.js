@@ -39,7 +39,7 @@
   note.className = "note";
 
   function show() {
-    const words = input.value.split(/[\s,;]+/).filter(Boolean), lengths = words.map(Number);
+    const words = input.value.split(/[\s,;()[\]]+/).filter(Boolean), lengths = words.map(Number);
     const wrong = words.find((word) => !/^\d+$/.test(word));
     const filled = lengths.filter((n) => n > 0); // an empty sequence has no tile
     table.hidden = wrong !== undefined || !filled.length;

@@ -1,12 +1,14 @@
 """mbarriers, warp barriers, named barriers and the cluster barrier, rightly used and misused."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
+from emulator.tests import handover_rings
 from emulator.tests.checking import (
     DEFAULT,
     PAIR,
@@ -239,6 +241,22 @@ def test_a_pipeline_in_the_trace():
     assert set(arrows) <= {("task0", phase, "task1") for phase in (0, 1, 2)} and arrows
     assert all(a.left <= a.right for a in report.timeline.arrows)
     assert report.barriers == 5 and report.checks["barrier"] == 10
+
+
+def test_an_event_of_a_helper_has_the_line_of_the_kernel_that_called_it():
+    report = run(
+        handover_rings.handover_kernel, (1,), box(torch.arange(48.0), 16), torch.zeros(48),
+        16, 3, False, trace=True,
+    )  # fmt: skip
+    lines = Path(handover_rings.__file__).read_text().splitlines()
+    called = {
+        (event.kind, event.target[:-3]): lines[event.line - 1].strip()
+        for event in report.timeline.events
+        if event.kind in ("wait", "arrive") and event.line
+    }
+    assert called["wait", "tiles.empty"] == "stage = tiles.acquire(i)"
+    assert called["wait", "tiles.full"] == "stage = tiles.wait(i)"
+    assert called["arrive", "tiles.empty"] == "tiles.release(i)"
 
 
 @pytest.mark.parametrize("slots, consumers", ((3, 2), (5, 2), (4, 3)))

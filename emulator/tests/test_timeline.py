@@ -389,8 +389,13 @@ def step_of(tab) -> int:
     return int(tab.locator("#slider").input_value())
 
 
+def begin(tab, variant: str) -> None:
+    tab.get_by_role("button", name=variant).click()
+    tab.keyboard.press("Home")
+
+
 def test_page_steps_with_keys_and_buttons(opened):
-    opened.get_by_role("button", name=CORRECT).click()
+    begin(opened, CORRECT)
     assert step_of(opened) == 0
     for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft"):
         opened.keyboard.press(key)
@@ -406,7 +411,7 @@ def test_page_steps_with_keys_and_buttons(opened):
 
 
 def test_page_ends_with_the_outcome(opened):
-    opened.get_by_role("button", name=BROKEN).click()
+    begin(opened, BROKEN)
     assert opened.locator("#outcome").is_hidden()
     opened.keyboard.press("End")
     assert opened.locator("#outcome").inner_text() == OUTCOMES[BROKEN]
@@ -415,8 +420,40 @@ def test_page_ends_with_the_outcome(opened):
     assert opened.locator("#outcome").is_hidden()
 
 
-def test_page_plays_and_pauses(opened):
+def test_page_keeps_the_cycle_when_the_variant_changes(opened):
+    def cycle() -> float:
+        return float(re.search(r"cycle ([\d.]+)", opened.locator("#place").inner_text())[1])
+
+    begin(opened, CORRECT)
+    for _ in range(5):
+        opened.keyboard.press("ArrowRight")
+    before, at = cycle(), opened.locator("#cursor").get_attribute("style")
+    opened.get_by_role("button", name=BROKEN).click()
+    assert before > 0 and cycle() == before
+    assert opened.locator("#cursor").get_attribute("style") == at, "on one axis"
+    line, box = (opened.locator(x).bounding_box() for x in (".current >> nth=0", "#source"))
+    assert box["y"] <= line["y"] <= box["y"] + box["height"]
+    opened.keyboard.press("End")
     opened.get_by_role("button", name=CORRECT).click()
+    assert opened.locator("#outcome").inner_text() == OUTCOMES[CORRECT]
+
+
+@pytest.mark.parametrize("width", [736, 1280])
+def test_page_shows_timeline_and_whole_lines_of_source_on_one_screen(opened, width):
+    opened.set_viewport_size({"width": width, "height": 900})
+    begin(opened, CORRECT)
+    opened.keyboard.press("ArrowRight")
+    boxes = [opened.locator(x).bounding_box() for x in ("#lanes", "#source", ".current >> nth=0")]
+    lanes, source, line = ((box["y"], box["y"] + box["height"]) for box in boxes)
+    assert lanes[0] >= 0 and lanes[1] <= source[0] and source[1] <= 900
+    assert source[0] <= line[0] and line[1] <= source[1]
+    cut = "box => box.scrollWidth > box.clientWidth"
+    assert not opened.locator("#source").evaluate(cut)
+    assert not any(row.evaluate(cut) for row in opened.locator("#source code").all())
+
+
+def test_page_plays_and_pauses(opened):
+    begin(opened, CORRECT)
     opened.keyboard.press(" ")
     opened.wait_for_function("document.getElementById('slider').value > 0")
     opened.get_by_role("button", name="Pause").click()
@@ -424,14 +461,14 @@ def test_page_plays_and_pauses(opened):
 
 
 def test_page_goes_where_the_timeline_is_clicked(opened):
-    opened.get_by_role("button", name=CORRECT).click()
+    begin(opened, CORRECT)
     opened.locator("#lanes").click(position={"x": 400, "y": 20})
     assert step_of(opened) > 0
 
 
 def test_page_zooms_into_the_timeline_where_it_is(opened):
     opened.set_viewport_size({"width": 700, "height": 844})
-    opened.get_by_role("button", name=CORRECT).click()
+    begin(opened, CORRECT)
     lanes, zoom = opened.locator("#lanes"), opened.get_by_role("button", name="Zoom")
     assert lanes.evaluate("box => box.scrollWidth <= box.clientWidth"), "the whole timeline"
     opened.keyboard.press("ArrowRight")

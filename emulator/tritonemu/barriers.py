@@ -198,7 +198,7 @@ class MBarrier:
     def _trace(
         self, kind: str, lane: Any, start: float, end: float, location: Location, **fields: Any
     ) -> None:
-        fields |= {"cta": self.cta.number, "line": location[1], "target": self.name}
+        fields |= {"cta": self.cta.number, "location": location, "target": self.name}
         self.scheduler.trace(kind, f"{kind} {self.name}", lane, start, end, **fields)
 
     def check_end(self) -> None:

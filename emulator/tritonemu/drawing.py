@@ -72,7 +72,7 @@ class Event:
     name: str
     start: float
     end: float
-    line: int  # of Timeline.file
+    line: int  # of Timeline.file; 0 if it was not called from there
     target: str = ""  # barrier or buffer: "k_full[1]", "k[1]"
     phase: int = -1  # waited for or arrived in; its parity is phase & 1
     pending: int = 0  # arrivals that `phase` still lacks after the event: 0 if it is complete
@@ -205,7 +205,7 @@ def _draw_box(box: Box, left: float, right: float, top: float) -> str:
             f'<text class="label" x="{(left + right) / 2:.1f}" y="{top + 17:.1f}" '
             f'stroke="{COLOURS[box.kind]}">{_text(label)}</text>'
         )
-    lines = sorted({event.line for event in box.events})
+    lines = sorted({event.line for event in box.events if event.line}) or [0]
     where = f"line {lines[0]}" if len(lines) == 1 else f"lines {lines[0]} to {lines[-1]}"
     cycles = f"cycles {_number(box.start)} to {_number(box.end)}"
     return (

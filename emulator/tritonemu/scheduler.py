@@ -26,7 +26,7 @@ from greenlet import greenlet
 from .clocks import Access, Clock
 from .drawing import Mark, Spot
 from .engines import ISSUED_RESULTS, MUFU_RESULTS, SCHEDULERS
-from .errors import Deadlock, EmulatorError, Location, Ordering, Wait, current_location
+from .errors import Deadlock, EmulatorError, Location, Ordering, Wait, current_location, line_in
 from .orders import Order
 from .tile import WORK
 from .timeline import Arrow, Event, Timeline
@@ -330,14 +330,15 @@ class Scheduler:
 
     def trace(
         self, kind: str, name: str, lane: Any, start: float, end: float, cta: int = -1,
-        line: int | None = None, **fields: Any,
+        location: Location | None = None, **fields: Any,
     ) -> None:  # fmt: skip
-        """Add an event to the timeline. lane: a role, or the name of an engine of `cta`."""
+        """Add an event to the timeline, at the line of its file that leads to `location`. lane: a
+        role, or the name of an engine of `cta`."""
         if self.timeline is None:
             return
         if isinstance(lane, Role):
             lane, cta = lane.name, lane.cta.number
-        line = current_location()[1] if line is None else line
+        line = line_in(location or current_location(), self.timeline.file)
         self.timeline.events.append(Event(cta, lane, kind, name, start, end, line, **fields))
 
     def trace_release(self, name: str, phase: int, lane: Any, time: float, waiter: Role) -> None:

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # The backward pass by hand: five matmuls, and nothing saved
+# # The backward pass by hand
 #
 # What must the backward pass compute when softmax is gone, and what must the forward pass save for
 # it?

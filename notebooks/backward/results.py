@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Backward results: far ahead with few keys, just behind on the longest batches
+# # Results: backward
 #
 # Three published charts show the backward pass. What do they look like on an H200?
 #

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Backward v1: seven matmuls, and every gradient has one owner
+# # Backward v1: tiled
 #
 # Five MMAs are necessary. What do two more buy?
 #

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Backward v2: five matmuls, and a sum in memory
+# # Backward v2: fused
 #
 # A program that owns keys has dS, all that dQ needs. But the rows of dQ belong to every program of
 # the sequence. What does it cost to add to them in memory?

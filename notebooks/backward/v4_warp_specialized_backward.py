@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Backward v4: warp roles, and a chain that must become shorter
+# # Backward v4: warp-specialized
 #
 # A profile says that no unit of the SM is busy. What is the kernel waiting for?
 #

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Backward v5 and v6: dQ without a sum; v7: wide heads
+# # Backward v5–v7: short K/V
 #
 # With 256 keys or fewer, adding dQ up in memory takes longer than the matmuls. Can a row of dQ be
 # finished where it is computed?

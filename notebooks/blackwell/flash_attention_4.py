@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # 3.5× over FlashAttention-4: by a model, half is a search through the batch
+# # FlashAttention-4
 #
 # With few keys the published kernel is "up to 3.5 times as fast as FlashAttention-4". How much of
 # that is attention?

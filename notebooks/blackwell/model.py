@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # A ledger of four units explains the published bars
+# # What a B200 should show
 #
 # One published kernel on one GPU reaches {glue:text}`best:,.0f` TFLOP/s on one shape of a full
 # batch and {glue:text}`worst:,.0f` on another. Why?

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Pairs and columns spare the port of shared memory
+# # Pairs and columns
 #
 # A B200 does twice Hopper's FLOPs a clock, but the port of its {term}`shared memory` still moves
 # 128 bytes a clock. In {doc}`Blackwell forward b4 <tensor_memory>` it is as busy as the tensor

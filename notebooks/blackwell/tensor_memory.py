@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Blackwell forward b1 to b4: two tiles in tensor memory keep the tensor cores busy
+# # Blackwell b1 to b4
 #
 # A Blackwell tensor core is twice as fast as a Hopper one, and its accumulators no longer live in
 # registers. What must a kernel change to keep it busy?

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Block attention's backward pass keeps q, k and v alone
+# # The backward pass alone
 #
 # What must a forward pass keep for its backward pass, and which roundings decide the error of a
 # gradient?

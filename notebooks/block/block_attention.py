@@ -4,7 +4,7 @@
 # ---
 
 # %% [markdown]
-# # Block attention: a softmax that never leaves its block
+# # What block attention computes
 #
 # Attention over a history of thousands of events costs the square of its length. What is left, and
 # what does it cost, if every token sees at most 63 others?

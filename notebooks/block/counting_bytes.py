@@ -4,7 +4,7 @@
 # ---
 
 # %% [markdown]
-# # Counting bytes: one tile saves half of the backward pass and nothing of the forward pass
+# # Counting bytes
 #
 # What does memory traffic allow, and how much can a kernel made for blocks of 64 tokens gain over a
 # general one?

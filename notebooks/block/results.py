@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Block attention results: near the rate of a copy, and what a baseline decides
+# # Results: block attention
 #
 # Four published tables announced these kernels. What does each look like on a machine that you can
 # rent, against a baseline that you can install?

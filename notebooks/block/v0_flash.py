@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Block v0: FlashAttention-2 pays for pieces that a block of 64 does not need
+# # Block v0: flash
 #
 # FlashAttention-2 was built for long sequences. What does its machinery cost on a block of 64?
 #

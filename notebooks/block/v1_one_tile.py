@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Block v1: a block is one tile, and most of FlashAttention-2 goes
+# # Block v1: one tile
 #
 # The scores of a block fit on the chip. What of FlashAttention-2 can be left out, and what is each
 # piece worth?

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Block v2 and v3: a producer keeps memory busy where one program fills an SM
+# # Block v2 and v3: warp-specialized
 #
 # This operator is bound by bytes, and neither persistent programs nor {term}`warp specialization`
 # save any. What can they buy?

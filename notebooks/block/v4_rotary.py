@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Block v4: fusing rotary pays only if it is fused carefully
+# # Block v4: rotary
 #
 # {term}`Rotary <rotary>` embeddings are a pass over q, k and v before attention, and one over their
 # gradients after it. What does it cost to apply them inside the kernels?

@@ -4,7 +4,7 @@
 # ---
 
 # %% [markdown]
-# # Your first TLX kernel: one role copies, another multiplies
+# # Your first TLX kernel
 #
 # What becomes of a loop when one group of warps copies and another one multiplies?
 #

@@ -4,7 +4,7 @@
 # ---
 
 # %% [markdown]
-# # How to plan a warp-specialized kernel: five sums before the first line
+# # How to plan a kernel
 #
 # How many cycles will a block of keys take, which unit sets that number, and do registers and
 # buffers fit?

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Forward results: ahead of every baseline at the published shapes
+# # Results: forward
 #
 # The published forward charts show one kernel on one GPU. What do they look like on a GPU that you
 # can rent, with every kernel checked before it is timed?

@@ -4,7 +4,7 @@
 # ---
 
 # %% [markdown]
-# # Forward v0: a few lines of PyTorch, and half of their time moves rows
+# # Forward v0: eager
 #
 # How far are a few lines of PyTorch from what the machine could do, and where does their time go?
 #

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Forward v1: a tiled kernel never writes the scores down
+# # Forward v1: tiled
 #
 # What is left to pay for when a score never leaves the chip?
 #

@@ -4,7 +4,7 @@
 # ---
 
 # %% [markdown]
-# # Forward v2: the copy engine computes the addresses
+# # Forward v2: TMA
 #
 # What does a kernel gain when it stops computing addresses?
 #

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Forward v3: a list of tiles pays only on real lengths
+# # Forward v3: persistent
 #
 # In a half-full batch nearly half of forward v2's programs find nothing to do. What is gained by
 # launching only as many programs as the device holds, and giving them a list of the tiles that

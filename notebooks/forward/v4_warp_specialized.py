@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Forward v4: warp specialization makes blocks cheaper and tiles dearer
+# # Forward v4: warp-specialized
 #
 # What does a kernel gain when the warps that compute no longer issue copies?
 #

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Forward v5: the activation runs under the next matmul
+# # Forward v5: ping-pong
 #
 # Can a warp group evaluate the activation while its own MMA runs?
 #

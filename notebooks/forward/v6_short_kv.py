@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Forward v6: persistent CTAs pay, pipelining across tiles and resident keys do not
+# # Forward v6: short K/V
 #
 # A CTA of forward v5 fills an SM, computes one tile and exits. What is gained if it stays?
 #

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Forward v7: instructions set the price, so two scores share one
+# # Forward v7: packed
 #
 # How few instructions does an accurate activation take, and what does one of them cost inside a
 # kernel?

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Forward v8: one argument keeps the compiler's waits out
+# # Forward v8: own waits
 #
 # Since {doc}`forward v5 <v5_pingpong>` the loop says: issue the next S, issue P V, wait for S only.
 # Does the GPU obey?

@@ -1,7 +1,7 @@
 """Widgets of a page: HTML that a script of book/assets fills, with its data in it.
 
 A page from the disk may not fetch a file, so the data are part of it. Without scripts a widget
-shows nothing, and the static figure above it stays.
+shows nothing.
 """
 
 from __future__ import annotations
@@ -9,17 +9,10 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
-import pandas as pd
 from IPython.display import HTML
 
-from gdpa_lab.measuring.roofline import Ceilings
-from gdpa_lab.measuring.workloads import workload
-
-BATCH, HEADS, HEAD_DIM = 1152, 4, 128
-"""Sequences, heads and head dimension of the published charts."""
 WHOLE = 128
 """Rows of a whole tile, as in the edits of the chapter on the gap."""
 
@@ -32,34 +25,6 @@ def widget(script: str, data: Mapping[str, Any], title: str) -> HTML:
         f'<script type="application/json">{text}</script></div>'
         f'<script src="../../_static/{script}.js" defer></script>'
     )
-
-
-def roofline(ceilings: Ceilings, rows: pd.DataFrame, impls: Sequence[str], origin: str) -> HTML:
-    """The roofline with sliders for tokens and keys, and measured kernels as ghosts.
-
-    `rows`: of `results.table`, forward passes; drawn are those of `impls` on full batches in the
-    published heads.
-    `origin`: where ceilings and rates come from.
-    """
-    kernels = []
-    for row in rows[rows["impl"].isin(impls)].itertuples():
-        work = workload(row.workload)
-        heads = work.num_heads_q, work.num_heads_k, work.head_dim
-        if heads != (HEADS, HEADS, HEAD_DIM) or work.masked or work.fill < 1:
-            continue
-        kernels.append({
-            "impl": row.impl, "workload": row.workload, "tflops": float(row.tflops),
-            "intensity": work.flops("forward") / work.bytes("forward"),
-            "queries": work.max_seqlen_q, "keys": work.max_seqlen_k,
-        })  # fmt: skip
-    if not kernels:
-        raise ValueError(f"rows must hold published forward rows of {list(impls)}, got none")
-    data = asdict(ceilings) | {
-        "batch": BATCH, "heads": HEADS, "head_dim": HEAD_DIM,
-        "queries": 1024, "keys": 1024, "kernels": kernels,
-        "note": f"Dots: kernels as measured. Dot with a line: the bracket of the shape. {origin}",
-    }  # fmt: skip
-    return widget("roofline", data, "A roofline with sliders for tokens and keys")
 
 
 def padding(

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # What we got wrong: counts of bytes were right, what memory does with them was not
+# # What we got wrong
 #
 # Every chapter states what it expects before it shows what it found. How often was it right?
 #

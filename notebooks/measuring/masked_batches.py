@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Tickets: a schedule that sees the mask
+# # Tickets and masks
 #
 # A causal mask lets query i see keys 0 to i, a window of w only the last w of them. So the last
 # tile of a sequence sees all keys and the first one a single block. What does a list cost that
@@ -76,18 +76,6 @@ def _(session):
             session.measure(of, impls, direction=way, scopes=("sustained",), seconds=0.5)
 
 
-# %% [markdown]
-# ## What a tile costs
-#
-# In the forward pass under a causal mask tile $r$ of a head, 128 rows, sees $r$ blocks of 128 keys;
-# in the backward pass, where a tile is 128 keys, the first is seen by all rows and the last by its
-# own. A window ends the growth. So the tiles of 16,384 tokens cost 1 to 128 blocks.
-#
-# So far program $p$ of $P$ took every $P$-th entry of a list ({doc}`../forward/v3_persistent`),
-# sorted by the keys of a sequence, the same for all its tiles. Two heads of nine tiles on four
-# programs:
-
-
 # %% tags=["hide-input"]
 def placed(tiles: list_model.ModelledList, dynamic: bool) -> pd.DataFrame:
     """Program, start, time and cost of every tile."""
@@ -121,6 +109,15 @@ chart = drawings.gantt(panels, xlabel="time, in blocks of keys", hue="v8_own_wai
 chapter.figure(chart, modelled="gdpa_kernels.gdpa.list_model")
 
 # %% [markdown]
+# ## What a tile costs
+#
+# In the forward pass under a causal mask tile $r$ of a head, 128 rows, sees $r$ blocks of 128 keys;
+# in the backward pass, where a tile is 128 keys, the first is seen by all rows and the last by its
+# own. A window ends the growth. So the tiles of 16,384 tokens cost 1 to 128 blocks.
+#
+# So far program $p$ of $P$ took every $P$-th entry of a list ({doc}`../forward/v3_persistent`),
+# sorted by the keys of a sequence, the same for all its tiles.
+#
 # ## Tickets
 #
 # A ticket is a number from an atomic counter in global memory: the next entry of the list, for

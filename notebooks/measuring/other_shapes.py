@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Shapes that nobody published: the lead holds, except for long sequences
+# # Other shapes
 #
 # Your batch is in none of the published figures. Does what they show hold for it?
 #

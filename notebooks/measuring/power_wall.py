@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # The power wall: 10 % fewer cycles save 7 % of the time
+# # The power wall
 #
 # A training loop does not rest as a {term}`burst` does. What is left of a fast kernel back to back,
 # and which saving counts then, cycles or energy?

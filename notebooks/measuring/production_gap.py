@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # The production gap: the start of a tile, paid over few keys
+# # The production gap
 #
 # Attention kernels are said to run 2.6 times slower on production traffic than on synthetic
 # benchmarks, at worst four times {cite}`meta2026gem`. Which traffic, which kernel, and why?

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Profiles of the rungs: what the counters decide
+# # Profiles of the rungs
 #
 # Times say which kernel is faster. What were its warps doing meanwhile?
 #

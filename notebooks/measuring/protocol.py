@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # How we measure: compare within one run, and repeat the run
+# # How a time is taken
 #
 # When may one kernel be called faster than another?
 #

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Roofline: bound the run time before you write the kernel
+# # Roofline
 #
 # How fast could GDPA run on this GPU if nobody made a mistake?
 #
@@ -30,7 +30,7 @@ from gdpa_lab.measuring import system as systems
 from gdpa_lab.measuring.workloads import FIGURES, WORKLOADS, workload
 from gdpa_lab.report import charts, claims, results
 from gdpa_lab.report.chapter import Chapter
-from notebooks.measuring import _repeats, _widgets
+from notebooks.measuring import _repeats
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -101,14 +101,6 @@ turns_loop = 1 / (1 / loop.tflops + 1 / tanh)
 levels = {f"in turns: {turns_loop:.0f}": turns_loop}
 labels = {f"gdpa-self-full-{n}": f"{n}" for n in (256, 1024)}
 chapter.figure(drawings.roofline(under, climbs, loop, levels, labels), measured=measured)
-
-# %% tags=["remove-input"]
-_widgets.roofline(
-    loop,
-    measured,
-    climbed,
-    origin="Back to back: the ceilings and kernels of the figure above.",
-)
 
 # %% [markdown]
 # ## FLOPs per byte

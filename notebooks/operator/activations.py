@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Activations: one tanh instruction is accurate enough, a short polynomial is not
+# # Activations and their errors
 #
 # How accurate must an activation be, and which instructions are accurate enough?
 #

@@ -4,7 +4,7 @@
 # ---
 
 # %% [markdown]
-# # GDPA is attention without softmax: blocks of keys simply add up
+# # What GDPA computes
 #
 # What is left of attention when an element-wise activation replaces the softmax?
 #

@@ -4,7 +4,7 @@
 # ---
 
 # %% [markdown]
-# # Banks and layouts: where a number lies decides what it costs
+# # Banks and layouts
 #
 # In which bank of shared memory, in which thread's registers does each number of a tile lie, and
 # when does that cost cycles?

@@ -4,7 +4,7 @@
 # ---
 
 # %% [markdown]
-# # Jagged workloads: a half-full batch holds a third of the work
+# # Workloads
 #
 # What does a batch of histories cost, before any kernel runs?
 #

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Attention that adds up: split it, cache it, delete from it
+# # Attention that adds up
 #
 # Softmax divides each weight by a sum over all keys. GDPA divides by nothing. What does that buy
 # when you serve a model?

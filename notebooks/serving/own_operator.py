@@ -4,7 +4,7 @@
 # ---
 
 # %% [markdown]
-# # Your own operator: an activation, a mask, a bias
+# # Your own operator
 #
 # Your model needs an activation that this package does not have, hides other pairs, or adds
 # something to the scores. What has to change, and how do you know that it is right?

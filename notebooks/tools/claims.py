@@ -4,7 +4,7 @@
 # ---
 
 # %% [markdown]
-# # All published claims, each with our answer
+# # All published claims
 #
 # Which published statements about these operators hold, and on which machine? This page is a list
 # to look things up in; {doc}`refuted` is the part to read.

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # The emulator: a laptop proves the order of events
+# # The emulator
 #
 # Can a laptop without a GPU tell whether a warp-specialized kernel is right, and where it is not?
 #

@@ -4,7 +4,7 @@
 # ---
 
 # %% [markdown]
-# # Formulas: the book on one page
+# # Formulas
 #
 # Each line links the page that derives it.
 

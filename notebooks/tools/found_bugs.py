@@ -4,7 +4,7 @@
 # ---
 
 # %% [markdown]
-# # Found bugs: seven mistakes in published kernels, and which tools notice such mistakes
+# # Bugs that were found
 #
 # What does a race look like in kernels that people use, and which tool would have told?
 #

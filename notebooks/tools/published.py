@@ -4,7 +4,7 @@
 # ---
 
 # %% [markdown]
-# # Every published figure and table, beside ours
+# # Published figures and ours
 #
 # Six charts and four tables announced these operators. What holds of each on a GPU that you can
 # rent, and what differs?

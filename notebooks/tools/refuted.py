@@ -4,7 +4,7 @@
 # ---
 
 # %% [markdown]
-# # Refuted by arithmetic: numbers that a pencil can test
+# # Refuted by arithmetic
 #
 # Which published numbers about these operators cannot be right, and how does one see that without a
 # GPU?

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Host time: calls are expensive, and a CUDA graph makes them free
+# # Host time
 #
 # A training step enqueues kernels, and the device works through them. What does a call cost the
 # host, and when is the host too slow?

@@ -4,7 +4,7 @@
 # ---
 
 # %% [markdown]
-# # Layers: sums can count, averages cannot
+# # Layers
 #
 # What do the sums of GDPA give a model that the averages of softmax do not? And how do you know
 # that a layer is right?

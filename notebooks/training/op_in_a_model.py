@@ -4,7 +4,7 @@
 # ---
 
 # %% [markdown]
-# # An operator for training keeps its arguments and refuses early
+# # The operator in a model
 #
 # A kernel computes a function or its gradients. A model wants more: an operator that can be
 # differentiated, compiled and cast, and that stops when it is called wrongly. What does that take?

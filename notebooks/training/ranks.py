@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # Several GPUs: sorted rows cost more than communication
+# # Several GPUs
 #
 # Jagged batches give the ranks of a training job unequal work, and every step ends when the slowest
 # rank has finished. What does that cost, and what do gradients on their way cost?
@@ -179,7 +179,8 @@ chapter.figure(chart, data=ranks.reset_index(), measured=chapter.holders("ranks"
 # *DDP* keeps the whole model on every rank and averages gradients during the backward pass; *FSDP2*
 # also shards the weights. Waiting for a slower rank and for gradients look alike. To tell them
 # apart, time a step again without communication (`no_sync`). The slowest rank alone is what the
-# step *must* wait for; the remainder is {term}`exposed communication`.
+# step *must* wait for; the remainder is {term}`exposed communication`. Embedding tables too large
+# for one GPU are sharded: `examples/torchrec_embeddings.py` does it with TorchRec.
 
 # %% tags=["remove-input"]
 names = {"step_ms": "step, ms", "own_ms": "slowest alone, ms", "exposed": "exposed, ms",

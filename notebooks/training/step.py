@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # A training step: a faster kernel is worth its share
+# # A training step
 #
 # These kernels are said to raise training throughput by more than 30 % {cite}`xu2026gdpa`. Of which
 # model, on which histories, compared with what?

@@ -21,6 +21,7 @@ ARGUMENTS = [
 ]  # fmt: skip
 KNOWN_ERRORS = re.compile(
     r"file:.*fontawesome.*\.woff2"  # preloaded by the theme for Python 3.10, then loaded normally
+    r"|failed: file:.*/favicon\.svg"  # when the next page is opened at once
 )
 
 

@@ -94,6 +94,19 @@
     }));
   }
 
+  // Formulas in lines of their own that are hard to read, or that are cut.
+  const squeezed = (box) => {
+    const svg = box.querySelector("svg.formula");
+    const whole = parseFloat(svg.style.width) * parseFloat(getComputedStyle(svg).fontSize);
+    const cut = tooWide(box) && getComputedStyle(box).overflowX !== "auto";
+    return cut || svg.getBoundingClientRect().width < 0.84 * whole;
+  };
+  const shaded = (e) => getComputedStyle(e).backgroundAttachment.includes("local");
+
+  // In cards a cell without a value says no name.
+  const nameless = (e) => e.textContent.trim() || e.querySelector("svg, img") ||
+    getComputedStyle(e, "::before").content === "none";
+
   const within = (e) => (e === article ? [] : [e, ...within(e.parentElement)]);
   return {
     page: document.documentElement.scrollWidth > innerWidth ? [document.documentElement.scrollWidth] : [],
@@ -103,6 +116,9 @@
     code: all("pre").filter(tooWide).map(said),
     contrasts,
     broken: all("table:not(.cards) td:first-child code .pre").filter((e) => e.getClientRects().length > 1).map(said),
+    formulas: all("div.math").filter(squeezed).map((e) => said(e)),
+    unshaded: all("div.highlight pre, div.math").filter((e) => tooWide(e) && !shaded(e)).map(said),
+    cards: all("table.cards td").filter((e) => !nameless(e)).map(said),
     texts: all("svg").filter((e) => !e.parentElement.closest("svg, mjx-container")).flatMap(crossing),
   };
 }

@@ -8,12 +8,29 @@ import pytest
 from tests.site.conftest import ASSETS, PHONE, WIDE
 
 LOOK = Path(__file__).with_name("look.js").read_text(encoding="utf-8")
+HEAD = """() => {
+  const text = (e) => e?.innerText.replace(/^[\\d.]+\\.\\s+/, "").replace("#", "").trim();
+  const heading = document.querySelector("article h1"), style = getComputedStyle(heading);
+  const figure = document.querySelector("article figure");
+  const bars = [...document.querySelectorAll("article details.above-input")];
+  return {
+    lines: Math.round(heading.getBoundingClientRect().height / parseFloat(style.lineHeight)),
+    heading: text(heading),
+    tab: document.title.split(" \u2014 ")[0].replace(/^[\\d.]+\\.\\s+/, ""),
+    sidebar: text(document.querySelector(".bd-sidebar-primary li.current.active > a")),
+    bottom: figure && figure.getBoundingClientRect().bottom + scrollY,
+    bars: figure && bars.some((e) => e.compareDocumentPosition(figure) & 4),
+  };
+}"""
+WHOLE_FIRST_FIGURES = 45
+"""At least so many chapters show their first figure, with its caption, on the first screen."""
 SHEET = {"width": 700, "height": 990}
 """What is left of a sheet of A4 between its margins."""
+PHONES = ("page", "exhibits", "contrasts", "texts", "broken", "formulas", "unshaded", "cards")
 WALK = {
     "wide-light": (WIDE, "light", ("page", "tables", "code", "contrasts", "texts")),
     "wide-dark": (WIDE, "dark", ("page", "contrasts")),
-    "phone": (PHONE, "light", ("page", "exhibits", "contrasts", "texts", "broken")),
+    "phone": (PHONE, "light", PHONES),
 }
 
 
@@ -48,6 +65,41 @@ def test_page_can_be_read(site, page_name, tab, request):
     assert [url for url in tab.requests if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
+def test_titles_are_short_and_first_figures_on_the_first_screen(site, toc, tab):
+    """At 1280 x 900. A page is called the same in its heading, its tab and the sidebar."""
+    whole, wrong = [], []
+    for name in toc:
+        open_page(tab, site / name)
+        seen = tab.evaluate(HEAD)
+        sidebar = seen["heading"] if name == "index.html" else seen["sidebar"]
+        sidebar = "Lab notes: " * name.startswith("notes/") + sidebar
+        if seen["lines"] > 2 or seen["heading"] != sidebar or seen["tab"] != sidebar:
+            wrong.append((name, seen))
+        if seen["bars"]:
+            wrong.append((name, "code stands above the first figure"))
+        if name.startswith("executed/") and seen["bottom"] and seen["bottom"] <= WIDE["height"]:
+            whole.append(name)
+    assert not wrong
+    assert len(whole) >= WHOLE_FIRST_FIGURES, f"{len(whole)}: {whole}"
+
+
+def test_steppers_show_timeline_and_source_on_one_screen_as_wide_as_the_text(site, tab):
+    tab.set_viewport_size({"width": 736, "height": WIDE["height"]})
+    paths = sorted((site / "figures").glob("*.html"))
+    assert len(paths) >= 8
+    for path in paths:
+        open_page(tab, path)
+        tab.evaluate("document.documentElement.classList.add('framed')")
+        for button in tab.locator("#variants button").all():
+            button.click()
+            box = tab.locator("#source").bounding_box()
+            assert box["y"] + box["height"] <= WIDE["height"], (path.name, button.inner_text())
+            cut = tab.locator("#source code").evaluate_all(
+                "all => all.filter(e => e.scrollWidth > e.clientWidth).map(e => e.textContent)"
+            )
+            assert cut == [], path.name
+
+
 def test_menu_opens_on_a_phone_and_its_parts_unfold(site, tab):
     tab.set_viewport_size(PHONE)
     open_page(tab, site / "index.html")
@@ -69,23 +121,6 @@ def test_one_search_field(site, tab, size):
     open_page(tab, site / "index.html")
     fields = tab.locator("input[type=search], .search-button-field, .search-button__button")
     assert sum(field.is_visible() for field in fields.all()) == 1
-
-
-SOUGHT = {
-    "install": "reproduce.html", "how to use": "reproduce.html", "license": "index.html",
-    "B200": "tensor_memory.html", "H200": "protocol.html",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("words", SOUGHT)
-def test_the_search_finds_the_page_that_is_meant(site, tab, words):
-    tab.goto(f"{(site / 'search.html').as_uri()}?q={words}")
-    tab.get_by_text("Search finished").wait_for()
-    pages = tab.locator("#search-results li > a").evaluate_all("all => all.map(a => a.href)")
-    tab.errors.clear()  # from the disk the excerpts of pages cannot be fetched
-    assert SOUGHT[words] in pages[0].partition("#")[0], pages[:5]
-    are_notes = ["/notes/" in page for page in pages]
-    assert are_notes == sorted(are_notes), "lab notes come last"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -126,3 +161,35 @@ def test_a_faint_text_a_wide_block_and_texts_on_one_another_are_found(tab, tmp_p
     assert [len(found["code"]), len(found["tables"])] == [1, 1]
     assert found["broken"] == ["<span> a_name"]
     assert found["texts"] == ["<text> below on <text> under"]
+
+
+def test_small_formulas_unshaded_blocks_and_names_without_a_value_are_found(tab, tmp_path):
+    page = tmp_path / "page.html"
+    formula = "<div class=math style='{}'><svg class=formula style='width: 30em; {}'></svg></div>"
+    style = "td { display: block } td:not(:first-child)::before { content: attr(data-column) }"
+    cards = "<table class=cards><tr><td>a<td data-column=b>1<td data-column=c>{}</table>"
+    page.write_text(
+        f"<style>{style}</style><article style='width: 300px'>{formula.format('', '')}"
+        f"{formula.format('overflow: auto; background-attachment: local', '')}"
+        f"{formula.format('', 'max-width: 100%')}"
+        f"<div class=highlight><pre style='overflow: auto'>{'x' * 99}</pre><pre>short</pre></div>"
+        f"{cards.format('2')}{cards.format('')}</article>"
+    )
+    tab.goto(page.as_uri())
+    found = tab.evaluate(LOOK)
+    assert len(found["formulas"]) == 2, "one is cut, one is small; one scrolls"
+    assert len(found["unshaded"]) == 2, "the one that is cut, and code"
+    assert found["cards"] == ["<td> "]
+
+
+def test_a_card_shows_its_answer_second_and_big(site, tab):
+    tab.set_viewport_size(PHONE)
+    open_page(tab, site / "executed" / "forward" / "results.html")
+    row = tab.locator("table.cards tbody tr").first
+    cells = row.locator("td").evaluate_all(
+        "all => all.map(e => [e.dataset.column, e.getBoundingClientRect().top,"
+        " parseFloat(getComputedStyle(e).fontSize)])"
+    )
+    (_, first, size), *others, (answer, second, big) = cells
+    assert answer == "times as fast" and big >= 1.25 * size
+    assert first < second < min(top for _, top, _ in others)

@@ -7,7 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import yaml
 from bs4 import BeautifulSoup, Tag
 
 from gdpa_lab.measuring import files, record
@@ -42,15 +41,6 @@ def target(source: Path, url: str) -> Path:
     """The file that a relative `url` on page `source` means."""
     path = unquote(urlsplit(url).path)
     return (source.parent / path).resolve() if path else source
-
-
-@cache
-def titles() -> dict[str, str]:
-    """Titles of the sidebar, by page."""
-    toc = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
-    return {
-        x["file"]: x["title"] for part in toc["parts"] for x in part["chapters"] if "title" in x
-    }
 
 
 def loaded(path: Path) -> list[str]:
@@ -175,8 +165,11 @@ def test_every_page_tells_others_what_it_is(site, page_name):
     said = {tag.get("property") or tag.get("name"): tag["content"] for tag in tags}
     assert said["og:site_name"] == "Attention without softmax"
     assert 20 <= len(said["description"]) <= 202 and said["og:description"] == said["description"]
-    sidebar = titles().get(page_name.removesuffix(".html"), said["og:title"])
-    assert said["og:title"].removeprefix("Lab notes: ") == sidebar
+    heading = BeautifulSoup(str(article(site / page_name).h1), "lxml")
+    for mark in heading.select(".section-number, .headerlink"):
+        mark.decompose()
+    assert said["og:title"] == heading.get_text().strip()
+    assert head.title.text.count("Attention without softmax") == 1
     assert said["og:url"].endswith(f"/{page_name}")
     card = site / urlsplit(said["og:image"]).path.rpartition("/")[2]
     assert card.read_bytes().startswith(b"\x89PNG") and head.select_one("link[rel=icon]")

@@ -1,28 +1,14 @@
-"""What a reader can turn on a page, in a browser: sliders, lengths, filters, frames that step."""
+"""What a reader can turn on a page, in a browser: lengths, filters, frames that step."""
 
 import json
 
-import pandas as pd
 import pytest
 
 from _lib import studies
-from gdpa_lab.measuring.roofline import Ceilings, bracket
-from gdpa_lab.measuring.workloads import workload
 from notebooks.measuring import _widgets
 from tests.site.conftest import ASSETS, PHONE, WIDE
 from tritonemu.timeline import Event, Timeline, interactive
 
-CEILINGS = Ceilings(800.0, ((1.0, 4200.0), (3.0, 4400.0)))
-ROWS = pd.DataFrame(
-    [
-        ("v8_own_waits", "gdpa-self-full-512", 500.0),
-        ("v8_own_waits", "gdpa-cross-full-2048", 400.0),
-        ("fa4", "gdpa-self-full-512", 450.0),
-        ("v1_tiled", "gdpa-self-full-512", 300.0),
-        ("fa4", "gdpa-self-half-jagged-512", 250.0),
-    ],
-    columns=["impl", "workload", "tflops"],
-)
 FITS = {"fast": (10.0, 1.0), "slow": (20.0, 4.0)}
 SIZES = {"fast": (128, 64), "slow": (64, 64)}
 
@@ -45,46 +31,6 @@ def shown(tab, tmp_path):
         tab.goto(path.as_uri())
 
     return show
-
-
-def slide(tab, name: str, value: int) -> None:
-    tab.locator(f"input[name={name}]").evaluate(
-        "(e, v) => { e.value = 4 * Math.log2(v); e.dispatchEvent(new Event('input')); }", value
-    )
-
-
-def test_the_dot_of_the_roofline_is_the_bracket_of_the_shape(shown, tab):
-    made = _widgets.roofline(CEILINGS, ROWS, ["v8_own_waits", "fa4"], origin="Of a test.")
-    shown(made.data)
-    text = tab.locator(".widget p").first
-    dot = tab.locator(".dot")
-    for name in ("gdpa-self-full-1024", "gdpa-self-full-256", "gdpa-cross-full-2048"):
-        work = workload(name)
-        slide(tab, "queries", work.max_seqlen_q)
-        slide(tab, "keys", work.max_seqlen_k)
-        found = bracket(work, "forward", CEILINGS)
-        low, high = (f"{us / 1e3:.2f} ms" for us in (found.lower_us, found.upper_us))
-        said = text.inner_text()
-        assert f"at least {low} ({found.tflops_at_lower:.0f} TFLOP/s), and {high}" in said
-        assert f"{found.bound}-bound" in said
-    before = float(dot.get_attribute("cx"))
-    slide(tab, "keys", 64)
-    assert float(dot.get_attribute("cx")) < before, "fewer keys, less intensity"
-
-
-def test_the_roofline_has_kernels_of_the_record_as_ghosts(shown, tab):
-    shown(_widgets.roofline(CEILINGS, ROWS, ["v8_own_waits", "fa4"], origin="Of a test.").data)
-    named = tab.locator(".ghost title").all_text_contents()
-    assert named == [
-        "v8_own_waits, gdpa-self-full-512: 500 TFLOP/s",
-        "v8_own_waits, gdpa-cross-full-2048: 400 TFLOP/s",
-        "fa4, gdpa-self-full-512: 450 TFLOP/s",
-    ]
-    slide(tab, "queries", 512)
-    slide(tab, "keys", 512)
-    assert tab.locator(".ghost.here").count() == 2, "half-full batches are another shape"
-    with pytest.raises(ValueError, match="got none"):
-        _widgets.roofline(CEILINGS, ROWS, ["v9"], origin="")
 
 
 def gap(name: str, lengths: list[int]) -> float:
@@ -122,6 +68,14 @@ def test_the_calculator_tells_fill_waste_and_gaps(shown, tab):
     assert tab.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 
 
+@pytest.mark.parametrize("written", ["[1024, 512, 7]", "(1024, 512, 7)", "1024 512;7"])
+def test_the_calculator_takes_a_list_as_it_is_copied(shown, tab, written):
+    made = _widgets.padding(FITS, SIZES, longest=2048, lengths=[5], origin="Of a test.")
+    shown(made.data)
+    tab.locator("textarea").fill(written)
+    assert "3 sequences, the longest of 1,024" in tab.locator(".widget p").first.inner_text()
+
+
 def test_the_calculator_says_what_it_cannot_read(shown, tab):
     made = _widgets.padding(FITS, SIZES, longest=2048, lengths=[5], origin="Of a test.")
     shown(made.data)
@@ -131,17 +85,37 @@ def test_the_calculator_says_what_it_cannot_read(shown, tab):
         assert tab.locator(".widget table").is_hidden()
 
 
-def test_claims_are_filtered_by_status(shown, tab):
-    rows = [("measured", "a<br>b"), ("measured", "c"), ("open", "d")]
+def test_claims_are_filtered_by_words_and_status_which_the_address_keeps(shown, tab):
+    rows = [("measured", "TMA a<br>b"), ("measured", "c"), ("open", "d TMA")]
     lines = "".join(f"<tr><td>{status}</td><td>{text}</td></tr>" for status, text in rows)
     table = f'<div class="tag_ledger"><table><tbody>{lines}</tbody></table></div>'
     shown(table, '<script src="../../_static/claims.js"></script>')
-    names = tab.locator(".filter button").all_inner_texts()
-    assert names == ["all (4)", "measured (3)", "open (1)"]
+    buttons, field = tab.locator(".filter button"), tab.get_by_role("searchbox")
+
+    def visible():
+        return [row.is_visible() for row in tab.locator("tr").all()]
+
+    def pressed():
+        return tab.locator(".filter [aria-pressed=true]").all_inner_texts()
+
+    assert buttons.all_inner_texts() == ["all (4)", "measured (3)", "open (1)"]
+    assert visible() == [True] * 3 and pressed() == ["all (4)"]
     tab.get_by_role("button", name="open").click()
-    assert [row.is_visible() for row in tab.locator("tr").all()] == [False, False, True]
-    tab.get_by_role("button", name="all").click()
-    assert all(row.is_visible() for row in tab.locator("tr").all())
+    assert visible() == [False, False, True] and pressed() == ["open (1)"]
+    field.fill("tma ")
+    assert buttons.all_inner_texts() == ["all (3)", "measured (2)", "open (1)"]
+    assert tab.url.endswith("#status=open&q=tma")
+
+    tab.reload()
+    assert visible() == [False, False, True] and pressed() == ["open (1)"]
+    assert field.input_value() == "tma"
+    tab.get_by_role("button", name="measured").click()
+    assert visible() == [True, False, False]
+    tab.evaluate("location.hash = 'q=c'")
+    tab.wait_for_function("document.querySelector('.filter input').value === 'c'")
+    assert visible() == [False, True, False]
+    field.fill("")
+    assert visible() == [True] * 3
 
 
 def test_a_button_opens_the_page_that_steps_whole_and_in_the_theme(shown, tab, tmp_path):
@@ -174,6 +148,6 @@ def test_a_button_opens_the_page_that_steps_whole_and_in_the_theme(shown, tab, t
 
 
 def test_data_of_a_widget_cannot_end_its_script():
-    made = _widgets.widget("roofline", {"a": "</script><b>"}, "A & B").data
+    made = _widgets.widget("gap", {"a": "</script><b>"}, "A & B").data
     kept = made.split('<script type="application/json">')[1].split("</script>")[0]
     assert json.loads(kept) == {"a": "</script><b>"} and 'aria-label="A &amp; B"' in made
