@@ -20,7 +20,8 @@ from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.report import style
 from gdpa_lab.report.charts import coloured, legend, list_rows
-from gdpa_lab.report.style import GREY, INK, PAGE, RUNG_COLOURS, Figure, canvas, colour, note
+from gdpa_lab.report.roles import role_colour
+from gdpa_lab.report.style import GREY, INK, PAGE, RUNG_COLOURS, Figure, canvas, note
 from tritonemu import Timeline
 from tritonemu.drawing import KINDS
 
@@ -167,7 +168,7 @@ def _square(
     axis: Axes, x: float, y: float, filled: float, size: tuple[float, float] = (1, 1), *,
     framed: bool = False,
 ) -> None:  # fmt: skip
-    shown = colour("v1_tiled")
+    shown = role_colour("v1_tiled")
     face = (*to_rgb(shown), filled)
     edge = {"edgecolor": shown if framed else INK, "linewidth": 1.8 if framed else 0.6}
     axis.add_patch(Rectangle((x, y), *size, facecolor=face, zorder=2 if framed else 1, **edge))
@@ -264,7 +265,7 @@ def gantt(panels: Mapping[str, pd.DataFrame], *, xlabel: str, hue: str) -> Figur
             for bar in frame.itertuples():
                 axis.barh(
                     bar.lane, bar.time, 0.74 if bar.label else 0.24, left=bar.start, linewidth=0.6,
-                    color=colour(hue) if bar.label else GREY, edgecolor=PAGE,
+                    color=role_colour(hue) if bar.label else GREY, edgecolor=PAGE,
                 )  # fmt: skip
                 axis.text(bar.start + bar.time / 2, bar.lane, bar.label, color=PAGE, ha="center",
                           va="center", fontsize=8)  # fmt: skip

@@ -14,7 +14,8 @@ from matplotlib.axes import Axes
 
 from gdpa_lab.measuring.workloads import WORKLOADS, figure_direction
 from gdpa_lab.report import rates, results, style
-from gdpa_lab.report.style import DASHED, GREY, INK, SMALL, Figure, canvas, colour, is_rung, note
+from gdpa_lab.report.roles import role_colour
+from gdpa_lab.report.style import DASHED, GREY, INK, SMALL, Figure, canvas, is_rung, note
 
 PUBLISHED_COLOURS = {
     "triton_gdpa": style.RUNG_COLOURS[1],
@@ -98,7 +99,7 @@ def shares(
     `table`, `gpu`, `published`: as for `figure_tflops`. `roofs`: the roofline of each workload on
     the GPU of the published bars (TFLOP/s). A gap is not timed. ValueError if an impl has no row.
     """
-    shades = {impl: colour(impl) for impl in impls}
+    shades = {impl: role_colour(impl) for impl in impls}
     with canvas(1, len(titles), width=7.4, height=3.4, sharey=True, squeeze=False) as (chart, axes):
         for axis, (figure, title) in zip(axes[0], titles.items(), strict=True):
             rows = _figure_rows(table[table["gpu"] == gpu], figure, impls)
@@ -155,7 +156,7 @@ def _draw_measured(
     for impl in (*baselines, *(impl for impl in impls if is_rung(impl))):
         ours = rows[rows["impl"] == impl].sort_values("length")
         timed = ours.dropna(subset=["tflops"])
-        shown = colour(impl)
+        shown = role_colour(impl)
         axis.errorbar(
             [position_of[length] for length in timed["length"]], timed["tflops"],
             yerr=rates.spread_of(timed), label=rates.label_of(ours, impl), color=shown, marker="o",
@@ -183,7 +184,7 @@ def _draw_bursts(axis: Axes, rows: pd.DataFrame, lengths: Sequence[int]) -> floa
     """A dash for each rate, in the colour of its line."""
     for impl, ours in rows.dropna(subset=["tflops"]).groupby("impl"):
         places = [lengths.index(length) for length in ours["length"]]
-        axis.plot(places, ours["tflops"], "_", color=colour(impl), markersize=14, gid="burst")
+        axis.plot(places, ours["tflops"], "_", color=role_colour(impl), markersize=14, gid="burst")
     return float(rows["tflops"].max())
 
 

@@ -20,7 +20,8 @@ from gdpa_lab.report.charts import (
     list_rows,
     reference,
 )  # fmt: skip
-from gdpa_lab.report.style import GREY, INK, PAGE, RUNG_COLOURS, Figure, canvas, colour, note
+from gdpa_lab.report.roles import role_colour
+from gdpa_lab.report.style import GREY, INK, PAGE, RUNG_COLOURS, Figure, canvas, note
 
 _LOOKS: dict[str, tuple[bool, dict[str, object]]] = {
     "filled": (True, {}),
@@ -210,7 +211,7 @@ def stacked(
         raise ValueError(f"looks must be {', '.join(_LOOKS)} for each column, not so {missing}")
     check_complete(frame)
     check_complete(pd.DataFrame() if marks is None else marks.to_frame())
-    shown = colour(hue) if hue and marks is None else GREY if hue else RUNG_COLOURS[1]
+    shown = role_colour(hue) if hue and marks is None else GREY if hue else RUNG_COLOURS[1]
     with canvas(width=7.8, height=1.1 + (0.6 if inside else 0.3) * len(frame)) as (chart, axis):
         left = pd.Series(0.0, index=frame.index)
         for name in frame:
@@ -233,7 +234,7 @@ def stacked(
                     )  # fmt: skip
             left = left + frame[name]
         if marks is not None:
-            axis.plot(marks, range(len(frame)), "o", markersize=7, color=colour(hue),
+            axis.plot(marks, range(len(frame)), "o", markersize=7, color=role_colour(hue),
                       markeredgecolor=PAGE, label=marks.name)  # fmt: skip
         reference(axis, levels, upright=True)
         list_rows(axis, list(frame.index))

@@ -4,9 +4,12 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle
 
+import card
 from _lib import rare_charts
 from gdpa_lab.report import charts
+from tests.report.extents import crossing
 
 
 def test_lines_draw_what_is_within_and_mark_the_first():
@@ -122,13 +125,27 @@ def test_the_same_input_gives_the_same_bytes(draw):
     assert draw(frame).to_svg() == draw(frame.copy()).to_svg()
 
 
-def test_a_waterfall_leads_from_each_time_to_the_next_and_to_the_peers():
-    steps = pd.Series({"v0: eager": 32.0, "v1: fused": 5.0, "v2: slower": 5.5, "v8: waits": 4.0})
-    (axis,) = charts.waterfall(steps, pd.Series({"cuDNN": 4.5}), xlabel="ms").axes
-    names = [label.get_text() for label in axis.get_yticklabels()]
-    assert names == ["v8", *steps.index, "cuDNN"]
-    ways = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in axis.patches]
-    assert ways == [(32, 4), (32, 32), (32, 5), (5, 5.5), (5.5, 4), (4, 4.5)]
-    texts = [text.get_text() for text in axis.texts]
-    assert texts == ["4.00", "32.00", "5.00", "5.50", "4.00", "4.50", "8.0 times as fast"]
-    assert axis.get_xscale() == "log"
+RUNGS = pd.Series({"v0: eager": 32.0, "v1: fused": 5.0, "v2: slower": 5.5, "v8: waits": 4.0})
+
+
+def test_a_ladder_breaks_the_long_bar_pales_what_saves_nothing_and_crosses_it_with_peers():
+    (axis,) = charts.ladder(
+        RUNGS, pd.Series({"cuDNN": 4.5, "FlashAttention-2": 8.0}), xlabel="ms"
+    ).axes
+    bars = [bar for bar in axis.patches if isinstance(bar, Rectangle)]
+    assert [bar.get_width() for bar in bars] == [1.07 * 8, 5, 5.5, 4] and axis.get_xlim()[0] == 0
+    assert [bar.get_facecolor()[3] < 1 for bar in bars] == [False, False, True, False]
+    texts = {text.get_text() for text in axis.texts}
+    assert {"v1  fused", "32.00", "8.0 times as long", "1.12 times as fast as cuDNN"} <= texts
+    assert {line.get_xdata()[0] for line in axis.lines} == {4.5, 8.0}
+
+
+def test_texts_of_the_ladder_and_of_the_card_lie_inside_and_apart():
+    peers = pd.Series({"cuDNN": 4.50, "FlashAttention-4": 4.52, "FlashAttention-2": 8.0})
+    for figure in (
+        charts.ladder(RUNGS, peers, xlabel="ms"),
+        card.draw("Title", RUNGS, peers, "day"),
+    ):
+        assert crossing(figure) == []
+    figure = card.draw("Title", RUNGS, peers, "a day " * 20)
+    assert any("outside" in said for said in crossing(figure))

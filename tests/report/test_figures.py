@@ -11,7 +11,7 @@ import pytest
 from _lib import published_charts
 from gdpa_lab.measuring import record, system
 from gdpa_lab.measuring.workloads import WORKLOADS
-from gdpa_lab.report import claims, page, rates, results, style
+from gdpa_lab.report import claims, page, rates, results, roles
 from tests.records import RESULT, a_row
 
 FIGURE = "gdpa-self-fwd-full"
@@ -74,7 +74,7 @@ def test_back_to_back_has_its_own_ceiling_and_bursts_are_dashes(table):
     lines = {c.get_label(): c.lines[0].get_ydata() for c in axis.containers}
     assert lines["v1_tiled"] == pytest.approx([440] * 4)
     dashes = [line for line in axis.lines if line.get_gid() == "burst"]
-    (tiled,) = (line for line in dashes if line.get_color() == style.colour("v1_tiled"))
+    (tiled,) = (line for line in dashes if line.get_color() == roles.role_colour("v1_tiled"))
     assert tiled.get_ydata() == pytest.approx([1.1 * 440] * 4) and len(dashes) == 3
     (steps,) = (p for p in axis.patches if hasattr(p, "get_data"))
     assert list(steps.get_data().values) == pytest.approx(list(ROOFS.values()))

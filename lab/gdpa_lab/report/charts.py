@@ -13,12 +13,15 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.ticker import NullFormatter
 
-from gdpa_lab.report import style
-from gdpa_lab.report.style import DASHED, GREY, SMALL, Figure, canvas, colour, is_rung, note
+from gdpa_lab.report import roles, style
+from gdpa_lab.report.roles import MOST_COLOURED, palette, role_colour
+from gdpa_lab.report.style import DASHED, GREY, SMALL, Figure, canvas, note
 
-MOST_COLOURED = 3
+STEP = 0.01
+"""Least share of a time that a step of a ladder saves, if it is not drawn pale."""
 MOST_MARKED = 12
 """Maximum points of a line with a mark and a tick each; a longer line is smooth."""
 NOT_TIMED = "not timed"
@@ -139,34 +142,70 @@ def bars(
 
 
 @style.drawn
-def waterfall(steps: pd.Series, peers: pd.Series, *, xlabel: str) -> Figure:
-    """Draw times on a logarithmic axis: at the top, in colour, the way from the first of `steps` to
-    the last; then each of them from its predecessor; then `peers`, each from the last of `steps`.
-
-    The index names them: the implementation, and after ": " what it changes.
-    """
-    first, last = steps.iloc[0], steps.iloc[-1]
-    rows = [(steps.index[-1].partition(":")[0], first, last)]
-    rows += zip(steps.index, steps.shift().fillna(first), steps, strict=True)
-    rows += [(name, last, time) for name, time in peers.items()]
-    with canvas(width=7.4, height=0.7 + 0.33 * len(rows)) as (chart, axis):
-        axis.set(xscale="log", xlim=(0.9 * last, 1.1 * first), xlabel=xlabel)
-        axis.axvline(last, **DASHED)
-        for row, (name, start, end) in enumerate(rows):
-            strong, shade = row == 0, colour(name)
-            axis.barh(row, end - start, 0.63 if strong else 0.25, left=start, color=shade,
-                      linewidth=0)  # fmt: skip
-            axis.plot(end, row, "o", color=shade, markersize=7)
-            note(axis, f"{end:.2f}", (1, row), (4, 0), va="center", color=shade,
-                 fontweight="bold" if strong else "normal",
-                 xycoords=("axes fraction", "data"))  # fmt: skip
-        note(axis, f"{first / last:.1f} times as fast", ((first * last) ** 0.5, 0), (0, 0),
-             ha="center", va="center", color=style.PAGE, fontweight="bold")  # fmt: skip
-        list_rows(axis, [name for name, *_ in rows])
-        axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        axis.set_xticks([x for x in (1, 2, 5, 10, 20, 50, 100) if 0.9 * last <= x <= 1.1 * first])
-        axis.minorticks_off()
+def ladder(rungs: pd.Series, peers: pd.Series, *, xlabel: str, height: float = 3.3) -> Figure:
+    """Draw `draw_ladder` of times as a figure of its own."""
+    high = height if not style.is_narrow() else 1.4 + 0.36 * len(rungs)
+    with canvas(width=7.4, height=high) as (chart, axis):
+        draw_ladder(axis, rungs, peers)
+        axis.set_xlabel(xlabel)
         return chart
+
+
+def draw_ladder(axis: Axes, rungs: pd.Series, peers: pd.Series, *, size: float = SMALL) -> None:
+    """Draw the times of `rungs` (ms) as bars from zero, each with its name and idea inside, and
+    those of `peers` as lines across them; `size` of texts in points.
+
+    The index names them: a rung, and after ": " its idea. A bar beyond the last peer is broken
+    off, one that saves less than `STEP` of the best time before is pale. The first and the last
+    bar say how they compare with the last and with the fastest peer.
+    """
+    last, most = rungs.iloc[-1], 1.07 * peers.max()
+    count, box = len(rungs), {"edgecolor": "none", "pad": 1.0}
+    axis.set(xlim=(0, most), ylim=(count - 0.45, -0.55))
+    best = rungs.cummin().shift()
+    for row, (name, time) in enumerate(rungs.items()):
+        rung, _, idea = name.partition(": ")
+        shade, pale = role_colour(rung), bool(time > (1 - STEP) * best.iloc[row])
+        axis.barh(row, min(time, most), 0.8, color=(*to_rgb(shade), 0.3) if pale else shade,
+                  linewidth=0)  # fmt: skip
+        if time > most:
+            x = np.array([0.955, 0.97, 0.965, 0.98, 0.965, 0.955, 0.965, 0.95]) * most
+            y = row + np.array([-0.5, -0.5, 0, 0.5, 0.5, 0.5, 0, -0.5])
+            axis.fill(x, y, color=style.PAGE, linewidth=0, zorder=2)
+        axis.text(0.01 * most, row, style.wrapped(f"{rung}  {idea}", 24), va="center",
+                  fontsize=size, color=style.INK if pale else style.PAGE, zorder=4)  # fmt: skip
+        note(axis, f"{time:.2f}", (1, row), (5, 0), va="center", fontsize=size, color=shade,
+             fontweight="bold", xycoords=("axes fraction", "data"))  # fmt: skip
+    for name, time in peers.items():
+        axis.axvline(time, color=role_colour(name), linestyle=roles.dash(name), linewidth=1.2,
+                     zorder=3)  # fmt: skip
+    _name_above(axis, peers, size)
+    ahead = f"{peers.min() / last:.2f} times as fast as {peers.idxmin()}"
+    axis.text(last + 0.012 * most, count - 1, style.wrapped(ahead, 26), va="center", fontsize=size,
+              fontweight="bold", color=role_colour(rungs.index[-1]), zorder=4,
+              bbox=box | {"facecolor": style.PAGE})  # fmt: skip
+    if rungs.iloc[0] > most:
+        axis.text(0.94 * most, 0, f"{rungs.iloc[0] / last:.1f} times as long", ha="right",
+                  va="center", fontsize=size, color=style.PAGE, zorder=4,
+                  bbox=box | {"facecolor": role_colour(rungs.index[0])})  # fmt: skip
+    axis.set_yticks([])
+    axis.grid(visible=False)
+    axis.spines["left"].set_visible(False)
+    axis.tick_params(axis="x", labelsize=size)
+
+
+def _name_above(axis: Axes, values: pd.Series, size: float) -> None:
+    """Name upright lines above `axis`, in as few rows as keep the names apart."""
+    figure = axis.get_figure()
+    ends: list[float] = []  # the right end of the last name of each row, pixels
+    figure.draw_without_rendering()
+    for name, value in values.sort_values(ascending=False).items():
+        text = note(axis, name, (value, 1), (-2, 3), ha="right", fontsize=size,
+                    color=role_colour(name), xycoords=("data", "axes fraction"))  # fmt: skip
+        box = text.get_window_extent()
+        row = next((n for n, left in enumerate(ends) if box.x1 + 4 < left), len(ends))
+        ends[row : row + 1] = [box.x0]
+        text.set_position((-2, 3 + 1.25 * size * row))
 
 
 @style.drawn
@@ -265,7 +304,7 @@ def legend(axis: Axes, levels: Mapping[str, float] | None, ncols: int = 3) -> No
 
 
 def coloured(names: Sequence[str], among: Collection[str] | None = None) -> dict[str, str]:
-    """Assign a colour to each name: a rung's own, or the next of the rungs' colours."""
+    """Assign each name its `roles.palette`; ValueError unless they are one to three of `among`."""
     unknown = [name for name in names if among is not None and name not in among]
     if unknown or not 1 <= len(names) <= MOST_COLOURED:
         known = names if among is None else among
@@ -273,9 +312,7 @@ def coloured(names: Sequence[str], among: Collection[str] | None = None) -> dict
             f"highlight must name one to {MOST_COLOURED} of {', '.join(map(str, known))}, "
             f"got {', '.join(names) or 'none'}"
         )
-    fixed = {name: colour(name) for name in names if is_rung(name)}
-    free = (shade for shade in style.RUNG_COLOURS[1:] if shade not in fixed.values())
-    return {name: fixed.get(name) or next(free) for name in names}
+    return palette(names)
 
 
 def list_rows(axis: Axes, names: Sequence[str]) -> None:

@@ -11,7 +11,8 @@ import pandas as pd
 from gdpa_lab.measuring.require import require
 from gdpa_lab.report import results, style
 from gdpa_lab.report.charts import list_rows
-from gdpa_lab.report.style import DASHED, GREY, INK, Figure, canvas, colour, is_rung, note
+from gdpa_lab.report.roles import role_colour
+from gdpa_lab.report.style import DASHED, GREY, INK, Figure, canvas, is_rung, note
 
 HEADROOM = 1.08
 
@@ -47,7 +48,7 @@ def ladder(
             if math.isnan(rate):
                 note(axis, f"failed: {row['failure']}", (0, position), (4, 0), va="center")
                 continue
-            shown, (below, above) = colour(impl) if strong else GREY, spread_of(row)
+            shown, (below, above) = role_colour(impl) if strong else GREY, spread_of(row)
             axis.barh(
                 position, rate, 0.62, color=shown if is_rung(impl) else "none", edgecolor=shown,
                 xerr=[[below], [above]], error_kw={"ecolor": INK, "elinewidth": 1.2, "capsize": 2},
@@ -56,7 +57,7 @@ def ladder(
             note(axis, label, (rate + above, position), (5, 0), va="center", color=shown,
                  fontweight="bold" if strong else "normal")  # fmt: skip
         list_rows(axis, [label_of(rows, impl) for impl in order])
-        axis.get_yticklabels()[order.index(highlight)].set_color(colour(highlight))
+        axis.get_yticklabels()[order.index(highlight)].set_color(role_colour(highlight))
         axis.set_xlim(0, ceiling * HEADROOM)
         axis.set_xlabel(f"TFLOP/s {results.TIMED['sustained']}, {workload}, {machine(rows)}")
         return chart

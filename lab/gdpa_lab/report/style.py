@@ -36,8 +36,15 @@ _DARK_RUNGS = (
     "#c9b400", "#4aa8f0", "#2cc7ae", "#ff8a3c", "#a794ff", "#f07ac0", "#c99a6b", "#a8c6ff",
     "#8fd14a",
 )  # fmt: skip
+GREYS = GREY, "#5e5e5e", "#474747"
+"""Colours of baselines."""
+SERIES = "#2f6690", "#9c4f2b", "#546b1c", "#7b4173", "#1e6f6b"
+"""Colours of what is no kernel: muted, so that none is taken for a rung's."""
 THEMES = {
     "ink": (INK, "#d6d6d6"), "grey": (GREY, "#8e8e8e"), "page": (PAGE, "#121212"),
+    "grey-2": (GREYS[1], "#a9a9a9"), "grey-3": (GREYS[2], "#c3c3c3"),
+    **{f"series-{n}": both for n, both in enumerate(zip(
+        SERIES, ("#86b6db", "#dd9a78", "#a9c264", "#cf9ac8", "#78c4bf"), strict=True))},
     **{f"rung-{n}": both for n, both in enumerate(zip(RUNG_COLOURS, _DARK_RUNGS, strict=True))},
 }  # fmt: skip
 """Colours of each variable on a light and on a dark page."""
@@ -243,9 +250,3 @@ def label_ends(axis: Axes, ends: Mapping[str, tuple[float, str]]) -> None:
 def is_rung(impl: str) -> bool:
     """Return True for a rung (v0_eager, b1_tensor_memory, ...), False for a baseline."""
     return _RUNG.match(impl) is not None
-
-
-def colour(impl: str) -> str:
-    """Return the colour of a rung, or GREY for every baseline."""
-    match = _RUNG.match(impl)
-    return RUNG_COLOURS[int(match[1]) % len(RUNG_COLOURS)] if match else GREY
