@@ -15,8 +15,7 @@ from matplotlib.patches import Rectangle
 
 from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.workload import Workload
-from gdpa_lab.report.roles import role_colour
-from gdpa_lab.report.style import INK, PAGE, Figure, canvas
+from gdpa_lab.report.style import GREY, INK, PAGE, SERIES, Figure, canvas
 
 Kernels = Sequence[tuple[str, str]]
 
@@ -54,7 +53,7 @@ def boxes(designs: Mapping[str, Kernels], work: Workload, highlight: str) -> Fig
     written, with a gap between kernels. `highlight`: the design in the colour of a rung."""
     with canvas(width=7.4, height=0.5 + 0.42 * len(designs)) as (chart, axis):
         for row, (name, kernels) in enumerate(designs.items()):
-            shade, x = role_colour("v1" if name == highlight else ""), 0.0
+            shade, x = SERIES[0] if name == highlight else GREY, 0.0
             for read, written in kernels:
                 for tensor, filled in [(t, True) for t in read.split()] + [
                     (t, False) for t in written.split()
@@ -96,7 +95,7 @@ def cells(
                 squeeze=False) as (chart, axes):  # fmt: skip
         for axis, (title, values) in zip(axes[0], panels.items(), strict=True):
             for (row, column), value in values.stack().items():
-                face = role_colour("v1") if value else "none"
+                face = SERIES[0] if value else "none"
                 edge = {"edgecolor": INK, "linewidth": 0.8} if numbers else {"linewidth": 0}
                 axis.add_patch(Rectangle((column, row), 1, 1, facecolor=face, alpha=value or 1,
                                          **edge))  # fmt: skip

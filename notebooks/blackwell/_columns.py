@@ -8,9 +8,9 @@ from matplotlib.patches import Patch, Rectangle
 
 from gdpa_lab.measuring.compile_check import TENSOR_COLUMNS
 from gdpa_lab.report import style
-from gdpa_lab.report.style import GREY, INK, PAGE, RUNG_COLOURS, Figure, canvas, drawn
+from gdpa_lab.report.style import GREY, INK, PAGE, SERIES, Figure, canvas, drawn
 
-_SHADES = (GREY, *(RUNG_COLOURS[i] for i in (1, 3, 2)))
+_SHADES = (GREY, *(SERIES[i] for i in (0, 1, 2)))
 
 
 @drawn

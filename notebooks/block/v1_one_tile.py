@@ -29,7 +29,6 @@ from gdpa_kernels.block_attention.ladder import v0_flash
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.style import RUNG_COLOURS
 from notebooks.block import _eliminations
 
 WORK = {128: workload("block-fill70-2000"), 64: workload("block-fill70-2000-d64")}
@@ -121,7 +120,8 @@ order = [us[way, dim, V1, INNER] / us[way, dim, V1, OUTER] for way in WAYS for d
 # |   all lie to the right. Backward delta kernel, two passes and all lie to the right, near what
 # |   the bytes say or beyond it.
 chart = charts.dots(
-    put_back, xlabel="time / time with none", colours=[RUNG_COLOURS[1]] * 2 + [RUNG_COLOURS[3]]
+    put_back,
+    xlabel="time / time with none",
 )
 chapter.figure(chart, measured=chapter.rows(impl=STUDY, variant=None))
 

@@ -35,7 +35,6 @@ from gdpa_lab.measuring import timing
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, page
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.style import RUNG_COLOURS
 from notebooks.measuring import _needs, _repeats
 
 # %% tags=["parameters"]
@@ -89,8 +88,7 @@ us, rate, relative, low, high = (rates[column].unstack().loc[shown] for column i
 # |   small batch of length 256 lies far left. The host clock lies far right.
 run = chapter.record()
 chart = charts.dots(
-    relative, xlabel="apparent rate / ours", low=low, high=high,
-    colours=(RUNG_COLOURS[3], RUNG_COLOURS[2]), log=True,
+    relative, xlabel="apparent rate / ours", low=low, high=high, log=True,
 )  # fmt: skip
 chapter.figure(chart, data=rates.reset_index(), measured=[run.id])
 chapter.glue(

@@ -22,8 +22,9 @@ from IPython.display import SVG, Markdown, display
 
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring import record as records
-from gdpa_lab.report import lessons, page, page_blocks, profiles, rates, results, style
+from gdpa_lab.report import lessons, page, page_blocks, profiles, results, strip, style
 from gdpa_lab.report import registered as register
+from gdpa_lab.report.roles import display_name
 from gdpa_lab.report.style import Figure
 from tritonemu import Timeline
 
@@ -242,13 +243,19 @@ class Chapter:
         display(self._origin(data, origin))
 
     def ladder(self, impl: str, direction: str = "forward") -> None:
-        """Show sustained rates of the ladder up to a rung on `LADDER`, with the peers."""
+        """Show the ladder's times back to back on `LADDER` as a strip, this rung lit, and the
+        peers: the fastest form of each."""
         of, listed = LADDERS[direction]
         rows = self.rows(of, workload=LADDER, direction=direction, scope="sustained")
-        names = [rung.impl for rung in listed if rung.impl in set(rows["impl"])]
-        rungs = names[: names.index(impl) + 1]
-        chart = rates.ladder(rows, LADDER, rungs, impl, direction)
-        self.figure(chart, measured=rows)
+        ms = rows.set_index("impl")["time_us_p50"].dropna() / 1e3
+        rungs = {rung: ms[rung.impl] for rung in listed if rung.impl in ms}
+        best: dict[str, float] = {}
+        for name, time in ms.items():
+            if not style.is_rung(name):
+                title = display_name(name).partition(",")[0].removesuffix(" (torch)")
+                best[title] = min(time, best.get(title, math.inf))
+        folder = of.partition("/")[0]
+        self.figure(strip.draw(rungs, best, impl, folder, self.slug), measured=rows)
 
     def profile(self, *impls: str, workload: str, direction: str = "forward") -> None:
         """Show the counters of the launches of `impls` on a workload, behind a button."""

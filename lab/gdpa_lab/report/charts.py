@@ -25,7 +25,6 @@ STEP = 0.01
 MOST_MARKED = 12
 """Maximum points of a line with a mark and a tick each; a longer line is smooth."""
 NOT_TIMED = "not timed"
-MARKS = "os^Dv"
 _PHONE_TICKS = 24
 """Maximum letters of an axis's ticks on a phone; beyond it every second tick has none."""
 
@@ -54,7 +53,7 @@ def lines(
     """
     panels = {"": frames} if isinstance(frames, pd.DataFrame) else dict(frames)
     columns = list(dict.fromkeys(name for frame in panels.values() for name in frame))
-    shades = dict.fromkeys(columns, GREY) | coloured(highlight, columns)
+    shades = _behind(columns) | coloured(highlight, columns)
     top = max(frame.max().max() for frame in panels.values())
     low, high = ylim or (0, 1.08 * max(top, *(levels or {"": 0}).values()))
     with canvas(1, len(panels), width=2.5 + 4.3 * len(panels), height=3.9, sharey=True,
@@ -111,7 +110,7 @@ def bars(
     highlight: Sequence[str],
     names: Mapping[str, str] | None = None,
     levels: Mapping[str, float] | None = None,
-    form: str = ".0f",
+    form: str = "",
 ) -> Figure:
     """Draw a horizontal bar for each entry of `values`, from the top, with its number, or "not
     timed".
@@ -119,7 +118,8 @@ def bars(
     `highlight`: the bars in colour, at most three; `names`: what is written for entries; `levels`:
     dashed lines by name.
     """
-    shades = dict.fromkeys(values.index, GREY) | coloured(highlight, values.index)
+    shades = _behind(values.index) | coloured(highlight, values.index)
+    form = form or roles.form_of(values)
     with canvas(width=7.0, height=0.9 + 0.34 * len(values)) as (chart, axis):
         reference(axis, levels, upright=True)
         sns.barplot(x=values.to_numpy(), y=list(values.index), hue=list(values.index), ax=axis,
@@ -216,53 +216,99 @@ def dots(
     low: pd.DataFrame | None = None,
     high: pd.DataFrame | None = None,
     levels: Mapping[str, float] | None = None,
-    colours: Sequence[str] = style.RUNG_COLOURS[1:4],
+    hue: str = "",
     log: bool = False,
-    form: str = "#.3g",
+    form: str = "",
     missing: str = NOT_TIMED,
+    finding: str = "",
 ) -> Figure:
     """Draw a row for each index entry of `frame`, with a mark and its value for each column.
 
     `low` and `high`: ends of error bars, shaped as `frame`. `levels`: dashed lines by name; None: 1
-    without a name. `colours`: of columns, in turn. `log`: powers of
-    two to the right. `form`: of the values. `missing` stands where a column has no value.
+    without a name. `hue`: the implementation whose colour columns have that are no kernel. `log`:
+    powers of two to the right. `form`: of the values. `missing` stands where a column has no value.
     """
     columns, pitch = list(frame), 0.17  # inches between the marks of a row
-    count = len(columns)
-    room = pitch * count + 0.13
-    shades = {name: colours[number % len(colours)] for number, name in enumerate(columns)}
-    parts = [frame] if low is None or high is None else [low, frame, high]
-    long = pd.concat(part.set_axis(range(len(frame))) for part in parts)
-    long = long.melt(var_name="column", value_name="value", ignore_index=False).reset_index()
+    room = pitch * len(columns) + 0.13
+    shades, looks = palette(columns, hue), dict(zip(columns, roles.marks(columns), strict=True))
+    form = form or roles.form_of(frame)
     with canvas(width=7.4, height=0.9 + room * len(frame)) as (chart, axis):
         if log:
             axis.set_xscale("log", base=2)
             axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         reference(axis, {"": 1.0} if levels is None else levels, upright=True)
-        sns.pointplot(
-            long, x="value", y="index", hue="column", order=range(len(frame)), hue_order=columns,
-            orient="y", dodge=pitch * (count - 1) / room if count > 1 else False, palette=shades,
-            markers=[MARKS[n % len(MARKS)] for n in range(count)], linestyle="none",
-            markersize=5, estimator="median", errorbar=("pi", 100), err_kws={"linewidth": 1},
-            ax=axis,
-        )  # fmt: skip
         for number, name in enumerate(columns):
-            shift = (number - (count - 1) / 2) * pitch / room
+            places = np.arange(len(frame)) + (number - (len(columns) - 1) / 2) * pitch / room
             ends = frame[name] if high is None else high[name]
-            for row, (value, end) in enumerate(zip(frame[name], ends, strict=True)):
+            if low is not None:
+                axis.hlines(places, low[name], ends, color=shades[name], linewidth=1)
+            _points(axis, frame[name], places, shades[name], looks[name], name)
+            for place, value, end in zip(places, frame[name], ends, strict=True):
                 if np.isnan(value):
-                    note(axis, missing, (0, row + shift), (3, 0), va="center", fontsize=8,
-                         color=shades[name], xycoords=("axes fraction", "data"))  # fmt: skip
+                    note(axis, missing, (0, place), (3, 0), va="center", fontsize=8,
+                         xycoords=("axes fraction", "data"))  # fmt: skip
                 else:
-                    note(axis, f"{value:{form}}", (end, row + shift), (6, 0), va="center",
-                         fontsize=8)  # fmt: skip
+                    note(axis, f"{value:{form}}", (end, place), (6, 0), va="center", fontsize=8)
         list_rows(axis, list(frame.index))
         axis.margins(x=0.08)
         axis.set(xlabel=xlabel, ylabel="")
-        if count > 1:
-            legend(axis, levels, ncols=min(4, count))
-        else:
-            axis.get_legend().remove()
+        head(axis, finding, named=len(columns) > 1)
+        return chart
+
+
+def _points(
+    axis: Axes, values: pd.Series, places: np.ndarray, shade: str, look: dict, label: str = ""
+) -> None:
+    fill = {"markerfacecolor": "none"} if look["hollow"] else {}
+    axis.plot(values, places, look["marker"], color=shade, label=label, markersize=5, **fill)
+
+
+@style.drawn
+def dumbbells(
+    ways: Mapping[str, pd.DataFrame],
+    *,
+    xlabel: str,
+    levels: Mapping[str, float] | None = None,
+    change: bool = False,
+    form: str = "",
+    finding: str = "",
+) -> Figure:
+    """Draw a row for each index entry and a line in it for each of `ways`: from a small dot for the
+    first column of its frame, past a tick for those between, to a large dot for the last.
+
+    The line has the colour of its name, and each column its own. At the ends stand the two values,
+    or with `change` how much the last is above the first.
+    """
+    (index, *_), pitch = [frame.index for frame in ways.values()], 0.2
+    room = pitch * len(ways) + 0.12
+    shades = palette(ways)
+    form = form or roles.form_of(pd.concat(ways.values(), axis=1))
+    with canvas(width=7.4, height=0.9 + room * len(index)) as (chart, axis):
+        reference(axis, levels, upright=True)
+        for number, (way, frame) in enumerate(ways.items()):
+            places = np.arange(len(index)) + (number - (len(ways) - 1) / 2) * pitch / room
+            first, *between, last = frame
+            axis.hlines(places, frame[first], frame[last], color=shades[way], linewidth=1.6,
+                        alpha=0.5)  # fmt: skip
+            for name, marker, size in ((first, "o", 3.5), *((x, "|", 8) for x in between),
+                                       (last, "o", 7)):  # fmt: skip
+                shade = role_colour(name)
+                axis.plot(frame[name], places, marker, color=shades[way] if shade == style.INK
+                          else shade, markersize=size, label=name)  # fmt: skip
+            for place, start, end in zip(places, frame[first], frame[last], strict=True):
+                side = {"va": "center", "fontsize": 8}
+                right, left = ((8, 0), {"ha": "left"}), ((-8, 0), {"ha": "right"})
+                if change:
+                    text = f"{100 * (end / start - 1):+.0f} %".replace("-", "−")
+                    shift, ha = right if end >= start else left
+                    note(axis, text, (end, place), shift, **ha, **side)
+                    continue
+                for value, (shift, ha) in zip(sorted((start, end)), (left, right), strict=True):
+                    note(axis, f"{value:{form}}", (value, place), shift, **ha, **side)
+        list_rows(axis, list(index))
+        axis.margins(x=0.1)
+        axis.set_xlabel(xlabel)
+        head(axis, finding)
         return chart
 
 
@@ -296,11 +342,17 @@ def reference(axis: Axes, levels: Mapping[str, float] | None, *, upright: bool =
                  xycoords=("axes fraction", "data"))  # fmt: skip
 
 
-def legend(axis: Axes, levels: Mapping[str, float] | None, ncols: int = 3) -> None:
-    """Draw a legend above the names of the upright `levels`."""
-    above = 0.5 + 1.5 * sum(map(bool, levels or ()))
-    axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=style.columns(ncols),
-                columnspacing=1.2, borderaxespad=above)  # fmt: skip
+def head(axis: Axes, finding: str = "", *, named: bool = True, ncols: int = 4) -> None:
+    """Write the finding above the figure, and below it the names of its marks, if `named`."""
+    handles, labels = axis.get_legend_handles_labels() if named else ([], [])
+    if axis.get_legend():
+        axis.get_legend().remove()
+    if handles or finding:
+        axis.get_figure().legend(
+            handles, labels, loc="outside upper left", ncols=style.columns(ncols, labels),
+            columnspacing=1.2, alignment="left", title=style.wrapped(finding, 46),
+            title_fontproperties={"weight": "bold", "size": SMALL + 0.5},
+        )  # fmt: skip
 
 
 def coloured(names: Sequence[str], among: Collection[str] | None = None) -> dict[str, str]:
@@ -313,6 +365,11 @@ def coloured(names: Sequence[str], among: Collection[str] | None = None) -> dict
             f"got {', '.join(names) or 'none'}"
         )
     return palette(names)
+
+
+def _behind(names: Sequence[str]) -> dict[str, str]:
+    """Colours of what does not stand out: of a baseline its own."""
+    return {name: x if (x := role_colour(name)) in style.GREYS else GREY for name in names}
 
 
 def list_rows(axis: Axes, names: Sequence[str]) -> None:

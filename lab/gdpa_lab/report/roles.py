@@ -28,6 +28,9 @@ SHARED = {
     "valid": 2, "zigzag": 1, "padded": 3, "longest_first": 4,
     "memory": 0, "overlap": 1, "copies": 0, "MMA": 3,
     "head_dim 64": 1, "head_dim 128": 0,
+    **{f"{stem}self-full-{n}": i for stem in ("", "gdpa-") for i, n in
+       enumerate((256, 512, 1024, 2048))},
+    "gdpa-cross-full-1024": 4,
 }  # fmt: skip
 """Position in `SERIES` of names that are no kernel and stand in several charts, or that a chart
 must not colour by their order."""
@@ -102,7 +105,7 @@ def marks(names: Sequence[str]) -> list[dict[str, Any]]:
     """Return how the points of each name are drawn: a direction as a triangle that points its way,
     the others by their order; hollow if published."""
     looks = []
-    for name, free in zip(names, "osDv^ph"[: len(names)].ljust(len(names), "o"), strict=True):
+    for name, free in zip(names, "os^Dvph"[: len(names)].ljust(len(names), "o"), strict=True):
         low = name.lower()
         shape = ">" if low == "forward" else "<" if low == "backward" else free
         looks.append({"marker": shape, "hollow": "published" in low})

@@ -207,9 +207,12 @@ def is_narrow() -> bool:
     return _narrow.get()
 
 
-def columns(most: int) -> int:
-    """Columns of a legend: at most two on a phone."""
-    return min(most, 2) if _narrow.get() else most
+def columns(most: int, names: Sequence[str] = ()) -> int:
+    """Columns of a legend: as many as fit on a phone, where two have room for short names."""
+    if not _narrow.get():
+        fits = int(118 / (6 + max(map(len, names), default=0)))
+        return max(1, min(most, fits))
+    return min(most, 2) if max(map(len, names), default=0) <= 20 else 1
 
 
 def wrapped(text: str, width: int) -> str:
@@ -224,6 +227,16 @@ def note(
     return axis.annotate(text, point, xytext=shift, textcoords="offset points", **options)
 
 
+def apart(levels: Sequence[float], sizes: Sequence[float], least: float = 0.0) -> list[float]:
+    """Push ordered positions apart by what lies there, from `least` on, until nothing overlaps."""
+    levels = list(levels)
+    for _ in range(200):
+        for n in range(1, len(levels)):
+            near = max(0.0, (sizes[n - 1] + sizes[n]) / 2 - (levels[n] - levels[n - 1])) / 2
+            levels[n - 1 : n + 1] = max(least, levels[n - 1] - near), levels[n] + near
+    return levels
+
+
 def label_ends(axis: Axes, ends: Mapping[str, tuple[float, str]]) -> None:
     """Write names right of `axis`, each at its value and in its colour, apart from one another;
     `ends`: (value, colour) by name."""
@@ -233,11 +246,7 @@ def label_ends(axis: Axes, ends: Mapping[str, tuple[float, str]]) -> None:
     inches = axis.get_position().height * axis.get_figure().get_figheight()
     texts = [wrapped(name, 14) for _, name in by_height]
     high = [12 * (1 + text.count("\n")) / (72 * inches) for text in texts]
-    levels = [end for end, _ in by_height]
-    for _ in range(100):
-        for n in range(1, len(levels)):
-            near = max(0.0, (high[n - 1] + high[n]) / 2 - (levels[n] - levels[n - 1])) / 2
-            levels[n - 1 : n + 1] = max(0.0, levels[n - 1] - near), levels[n] + near
+    levels = apart([end for end, _ in by_height], high)
     for level, text, (end, name) in zip(levels, texts, by_height, strict=True):
         arrow = {"arrowstyle": "-", "color": ends[name][1], "linewidth": 0.5, "shrinkA": 0}
         axis.annotate(
