@@ -276,6 +276,42 @@ def gantt(panels: Mapping[str, pd.DataFrame], *, xlabel: str, hue: str = "") -> 
         return chart
 
 
+@style.drawn
+def segments(
+    rows: Mapping[str, Sequence[tuple[float, float, str, str]]],
+    kinds: Sequence[str],
+    *,
+    ticks: Mapping[float, str],
+    xlabel: str = "",
+) -> Figure:
+    """A row by its name of what lies in it: (first, last excluded, text, kind) for each part.
+
+    `kinds`: the legend; the first is grey, and "dead" or "free" is hollow. `ticks`: texts by x.
+    """
+    shades = dict(zip(kinds, (GREY, *SERIES), strict=False))
+    looks = {kind: {"facecolor": "none", "edgecolor": INK, "linestyle": ":"}
+             if kind in ("dead", "free") else {"facecolor": shade, "edgecolor": INK}
+             for kind, shade in shades.items()}  # fmt: skip
+    with canvas(width=7.4, height=0.9 + 0.4 * len(rows)) as (chart, axis):
+        for row, parts in enumerate(rows.values()):
+            for first, last, text, kind in parts:
+                axis.add_patch(Rectangle((first, row - 0.38), last - first, 0.76, linewidth=0.6,
+                                         **looks[kind]))  # fmt: skip
+                ink = INK if looks[kind]["facecolor"] == "none" else PAGE
+                axis.text((first + last) / 2, row, style.wrapped(text, 9), ha="center",
+                          va="center", color=ink, fontsize=8.5)  # fmt: skip
+        list_rows(axis, list(rows))
+        axis.set_xlim(min(ticks), max(x[1] for parts in rows.values() for x in parts))
+        axis.set_xticks(list(ticks), [style.wrapped(text, 8) for text in ticks.values()])
+        axis.set_xlabel(xlabel)
+        axis.grid(visible=False)
+        axis.spines[:].set_visible(False)
+        for kind in kinds:
+            axis.add_patch(Rectangle((0, 0), 0, 0, label=kind, **looks[kind]))
+        head(axis)
+        return chart
+
+
 _BOXES = {"compute": 2, "mma": 1, "copy": 0, "store": 3}
 """Kinds of events that `timelines` draws, and their colours; a wait is what is left free."""
 

@@ -12,6 +12,7 @@ from matplotlib.transforms import Bbox
 
 from gdpa_lab.report import style
 from gdpa_lab.report.charts import (
+    NOT_TIMED,
     check_complete,
     coloured,
     head,
@@ -150,12 +151,15 @@ def heat(
     seaborn's; "not timed" stands in one without. `label`: what the values are. `gains`: a column
     right of them."""
     with canvas(width=2.4 + 0.62 * frame.shape[1], height=1.3 + 0.31 * len(frame)) as (chart, axis):
-        texts = frame.map(lambda x: "not\ntimed" if np.isnan(x) else f"{x:{form}}")
+        texts = frame.map(lambda x: f"{x:{form}}")
         sns.heatmap(frame, annot=texts, fmt="", vmin=low, vmax=high, cmap=cmap, cbar=False, ax=axis,
                     linewidths=1, linecolor="none", annot_kws={"fontsize": 8})  # fmt: skip
         for text in axis.texts:  # cells look alike on a light and on a dark page
             dark = text.get_color() not in ("w", "white", "#ffffff")
             text.set_color(_ON_LIGHT if dark else _ON_DARK)
+        for row, column in np.argwhere(frame.isna().to_numpy()):
+            axis.text(column + 0.5, row + 0.5, NOT_TIMED.replace(" ", "\n"), ha="center",
+                      va="center", fontsize=8)  # fmt: skip
         for row, gain in enumerate([] if gains is None else gains):
             note(axis, f"{gain:.2f}", (1, row + 0.5), (8, 0), va="center", fontsize=8,
                  xycoords=("axes fraction", "data"))  # fmt: skip

@@ -72,12 +72,12 @@ def redrawn(
     )
     timed = {impl for impl in there["impl"][there["tflops"].notna()] if is_rung(impl)}
     timed = {impl for impl in timed if impl.startswith("b")} or timed
-    there = there[there["impl"].isin(timed) | ~there["impl"].map(is_rung)]
+    there = there[there["impl"].isin(timed) | ~there["impl"].map(is_rung).astype(bool)]
     roofs = {name: bracket(workload(name), way, cost_model.ASSUMED).tflops_at_lower
              for name in names}  # fmt: skip
     chart = published_charts.shares(
-        rows, titles, rungs=rungs, published=published, roofs=roofs, finding=finding,
-        there=None if there.empty else there,
+        rows, titles, rungs=[impl for impl in rungs if impl in set(rows["impl"])],
+        published=published, roofs=roofs, finding=finding, there=None if there.empty else there,
     )  # fmt: skip
     chapter.figure(
         chart, measured=rows if there.empty else pd.concat([rows, there]),

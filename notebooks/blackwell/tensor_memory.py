@@ -28,7 +28,6 @@ from gdpa_kernels.gdpa.ladder import b1_tensor_memory, b2_two_tiles, b3_stream, 
 from gdpa_lab.measuring import compile_check
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
-from notebooks.blackwell import _columns
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -53,17 +52,18 @@ chapter.glue(columns=compile_check.TENSOR_COLUMNS)
 # |   each, and O 0 and O 1 the right half.
 ONE, TWO = [(128, 256, "O", "O")], [(256, 384, "O 0", "O"), (384, 512, "O 1", "O")]
 chapter.figure(
-    _columns.over_time(
+    drawings.segments(
         {
             "forward b1: S complete": [(0, 128, "S", "S"), *ONE],
             "forward b1: P stored": [(0, 64, "P", "P"), *ONE],
             "forward b2 to b4: S complete": [(0, 128, "S 0", "S"), (128, 256, "S 1", "S"), *TWO],
             "forward b2 to b4: P stored": [(0, 64, "P 0", "P"), (128, 192, "P 1", "P"), *TWO],
         },
-        ["O", "S", "P"],
+        ["O", "S", "P"], xlabel="column of tensor memory",
+        ticks={n: str(n) for n in range(0, 513, 128)},
     ),
     computed="the allocations in the source of the four kernels, head_dim 128",
-)
+)  # fmt: skip
 
 # %% [markdown]
 # ## Accumulators leave the registers

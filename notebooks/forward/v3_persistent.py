@@ -60,6 +60,16 @@ def _(session):
 
 
 # %% tags=["remove-input"]
+# | name: fig-v3-ladder
+# | caption: >
+# |   **Forward v3 on the ladder.** Time of each rung on gdpa-self-full-1024, back to back; each
+# |   tick leads to its chapter. Dashed: libraries.
+# | alt: >
+# |   An axis of milliseconds with a tick for each rung, that of v3 thick, and dashed lines for the
+# |   libraries.
+chapter.ladder("v3_persistent")
+
+# %% tags=["remove-input"]
 # | name: fig-v3-times
 # | caption: >
 # |   **Only the batches with real lengths gain from the list, and only in a good order.** Time of

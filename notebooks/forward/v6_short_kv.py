@@ -63,6 +63,16 @@ assert doubt > 0 and 0 < saved < price, "the text says so"
 chapter.glue(price=price, saved=saved)
 
 # %% tags=["remove-input"]
+# | name: fig-v6-ladder
+# | caption: >
+# |   **Forward v6 on the ladder.** Time of each rung on gdpa-self-full-1024, back to back; each
+# |   tick leads to its chapter. Dashed: libraries.
+# | alt: >
+# |   An axis of milliseconds with a tick for each rung, that of v6 thick, and dashed lines for the
+# |   libraries.
+chapter.ladder("v6_short_kv")
+
+# %% tags=["remove-input"]
 # | name: fig-v6-steps
 # | caption: >
 # |   **Only the first step pays.** Rate of each step over the rate of

@@ -88,11 +88,12 @@ chapter.glue(loop_min=100 * (loops.min() - 1), loop_max=100 * (loops.max() - 1))
 # %% tags=["remove-input"]
 # | name: fig-v7-ladder
 # | caption: >
-# |   **Forward v7 passes cuDNN's softmax attention, as the first of the ladder by a clear margin.**
-# |   TFLOP/s back to back on gdpa-self-full-1024. Dashed: the roofline.
+# |   **Forward v7 passes cuDNN's softmax attention, as the first of the ladder by a clear
+# |   margin.** Time of each rung on gdpa-self-full-1024, back to back; each tick leads to its
+# |   chapter. Dashed: libraries.
 # | alt: >
-# |   Horizontal bars of TFLOP/s for v0 to v7 and the baselines, with the dashed line of the
-# |   roofline. v7 is the longest bar of the rungs.
+# |   An axis of milliseconds with a tick for each rung and dashed lines for the libraries. v7
+# |   lies left of cuDNN and of every rung but v8.
 chapter.ladder(V7)
 
 # %% [markdown]

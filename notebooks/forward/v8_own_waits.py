@@ -60,6 +60,16 @@ chapter.glue(loop_least=wall.min(), loop_most=wall.max(), reached=(reached >= 90
              all=len(us), ahead_least=ahead.min(), ahead_most=ahead.max())  # fmt: skip
 
 # %% tags=["remove-input"]
+# | name: fig-v8-ladder
+# | caption: >
+# |   **Forward v8 on the ladder.** Time of each rung on gdpa-self-full-1024, back to back; each
+# |   tick leads to its chapter. Dashed: libraries.
+# | alt: >
+# |   An axis of milliseconds with a tick for each rung, that of v8 thick, and dashed lines for the
+# |   libraries.
+chapter.ladder("v8_own_waits")
+
+# %% tags=["remove-input"]
 # | name: fig-v8-rates
 # | caption: >
 # |   **Forward v8 is faster than forward v7 on every workload but full 256, where they are level;

@@ -53,7 +53,7 @@ def test_a_missing_value_is_named_where_a_point_would_be():
     drawn = [
         lines,
         charts.dots(frame, xlabel="x"),
-        rare_charts.heat(frame, label="x"),
+        rare_charts.heat(frame, label="x", low=0, high=4),
         charts.bars(pd.Series({"v1": 1.0, "v2": None}), xlabel="x", highlight=["v1"]),
     ]
     for chart in drawn:
@@ -76,8 +76,21 @@ def test_dots_write_each_value_and_draw_its_interval():
     chart = charts.dots(frame, xlabel="x", low=frame - 1, high=frame + 1, levels={"copy": 1})
     texts = [text.get_text() for text in chart.axes[0].texts]
     assert texts == ["copy", "2.00", "4.00", "3.00", "not timed"]
-    spans = {tuple(line.get_xdata()) for line in chart.axes[0].get_lines()}
+    spans = {tuple(path.vertices[:, 0]) for bars in chart.axes[0].collections
+             for path in bars.get_paths()}  # fmt: skip
     assert {(1.0, 3.0), (3.0, 5.0), (2.0, 4.0)} <= spans
+
+
+def test_dumbbells_lead_from_the_first_column_to_the_last_and_write_the_change():
+    frame = pd.DataFrame({"forward v6": [80.0, 78.0], "forward v8": [88.0, 90.5]}, index=["a", "b"])
+    (axis,) = charts.dumbbells({"forward v8": frame}, xlabel="%", change=True).axes
+    assert [text.get_text() for text in axis.texts] == ["+10 %", "+16 %"]
+    ways = [tuple(path.vertices[:, 0]) for path in axis.collections[0].get_paths()]
+    assert ways == [(80, 88), (78, 90.5)]
+    small, large = axis.lines
+    assert small.get_color() == charts.role_colour("v6") != large.get_color()
+    (axis,) = charts.dumbbells({"forward v8": frame}, xlabel="%").axes
+    assert [text.get_text() for text in axis.texts] == ["80.0", "88.0", "78.0", "90.5"]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +128,7 @@ def test_a_swarm_counts_its_rows_and_sets_points_apart():
         lambda x: charts.lines(x, xlabel="x", ylabel="y", highlight=["a"]),
         lambda x: charts.dots(x, xlabel="x", low=x - 1, high=x + 1),
         lambda x: charts.bars(x["a"].set_axis(list("pqr")), xlabel="x", highlight=["q"]),
-        lambda x: rare_charts.heat(x, label="x"),
+        lambda x: rare_charts.heat(x, label="x", low=0, high=5),
         lambda x: rare_charts.swarm(x.melt("b", var_name="row"), xlabel="x", levels={"two": 2}),
         lambda x: rare_charts.scatter({"g": x}, xlabel="x", ylabel="y"),
     ],

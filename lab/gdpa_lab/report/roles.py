@@ -65,6 +65,7 @@ def rung_number(name: str) -> int | None:
 def role_colour(name: str) -> str:
     """Return the colour of whatever has this name, an implementation or a label; INK if it is
     neither a kernel nor shared by several charts."""
+    name = str(name)
     number, low = rung_number(name), name.lower()
     if number is not None:
         return style.RUNG_COLOURS[number % len(style.RUNG_COLOURS)]
@@ -79,12 +80,12 @@ def role_colour(name: str) -> str:
 def palette(names: Iterable[str], hue: str = "") -> dict[str, str]:
     """Assign a colour to each name: `role_colour`, or where that is INK the one of the
     implementation `hue`, or without one the next of `SERIES`, if no name is a kernel."""
-    names = list(dict.fromkeys(names))
+    names = [*dict.fromkeys(names)]
     shades = {name: role_colour(name) for name in names}
     plain = [name for name in names if shades[name] == style.INK]
     if hue:
         return shades | dict.fromkeys(plain, role_colour(hue))
-    if len(plain) < 2 or any(rung_number(name) is not None for name in names):
+    if len(plain) < 2 or any(rung_number(str(name)) is not None for name in names):
         return shades
     taken = {SHARED[name] for name in names if name in SHARED}
     free = [shade for n, shade in enumerate(style.SERIES) if n not in taken]
@@ -106,7 +107,7 @@ def marks(names: Sequence[str]) -> list[dict[str, Any]]:
     the others by their order; hollow if published."""
     looks = []
     for name, free in zip(names, "os^Dvph"[: len(names)].ljust(len(names), "o"), strict=True):
-        low = name.lower()
+        low = str(name).lower()
         shape = ">" if low == "forward" else "<" if low == "backward" else free
         looks.append({"marker": shape, "hollow": "published" in low})
     return looks
