@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from gdpa_lab.measuring.workloads import WORKLOADS, figure_direction
-from gdpa_lab.report import rates, roles, style
+from gdpa_lab.report import rates, style
 from gdpa_lab.report.charts import head
 from gdpa_lab.report.roles import display_name, role_colour
 from gdpa_lab.report.style import DASHED, GREY, INK, Figure, canvas, is_rung
@@ -57,32 +57,11 @@ def shares(
                               label=f"{display_name(impl, way)}{suffix}")  # fmt: skip
             lengths = [f"{WORKLOADS[name].max_seqlen_q:,}" for name in names]
             axis.set_xticks(range(len(names)), lengths)
-            axis.set(title=title, ylim=(0, 105), xlim=(-0.5, len(names) - 0.5))
+            axis.set(
+                title=title, ylim=(0, max(105, axis.get_ylim()[1])), xlim=(-0.5, len(names) - 0.5)
+            )
             axis.axhline(100, **DASHED)
         axes[0, 0].set_ylabel("% of the own roofline")
         axes[0, -1].set_xlabel("queries (tokens)")
         head(axes[0, 0], finding, ncols=3)
-        return chart
-
-
-@style.drawn
-def slopes(pairs: pd.DataFrame, *, ylabel: str, groups: Mapping[str, str], finding: str) -> Figure:
-    """A line for each row of `pairs` from its first column, hollow, to its second, named there.
-
-    `groups`: the name of the group whose colour a row has, by the beginning of its name.
-    """
-    shades, (left, right) = roles.palette(groups.values()), pairs
-    with canvas(width=5.6, height=4.2) as (chart, axis):
-        axis.axhline(1, **DASHED)
-        for name, (start, end) in zip(pairs.index, pairs.to_numpy(), strict=True):
-            group = next(of for stem, of in groups.items() if name.startswith(stem))
-            label = "" if group in axis.get_legend_handles_labels()[1] else group
-            axis.plot([0, 1], [start, end], "-o", color=shades[group], label=label, markevery=[1])
-            axis.plot([0], [start], "o", color=shades[group], markerfacecolor=style.PAGE)
-        ends = {name: (row[right], shades[next(of for stem, of in groups.items()
-                if name.startswith(stem))]) for name, row in pairs.iterrows()}  # fmt: skip
-        axis.set(xlim=(-0.1, 1.05), ylabel=ylabel)
-        style.label_ends(axis, ends)
-        axis.set_xticks([0, 1], [left, right])
-        head(axis, finding)
         return chart

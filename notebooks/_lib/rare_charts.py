@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -74,20 +74,22 @@ def scatter(
         axis.minorticks_off()
         reference(axis, levels)
         if most:
+            axis.autoscale(False)
             axis.axvspan(most[1], axis.get_xlim()[1], color=GREY, alpha=0.15, linewidth=0)
             note(axis, most[0], (most[1], 0), (5, 5), fontsize=SMALL)
-            axis.set_xlim(axis.get_xlim()[0], axis.get_xlim()[1])
         head(axis)
         chart.draw_without_rendering()
-        _name_points(axis, table)
+        _name_points(axis, table, list((levels or {}).values()))
         return chart
 
 
-def _name_points(axis: Axes, table: pd.DataFrame) -> None:
+def _name_points(axis: Axes, table: pd.DataFrame, levels: Sequence[float]) -> None:
     """Each point's name beside it, where it covers the least of other points and names."""
     pixels = axis.transData.transform(table[["x", "y"]].to_numpy())
     taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in pixels]
     taken += [text.get_window_extent() for text in axis.texts]
+    heights = axis.transData.transform([(1, level) for level in levels])[:, 1] if levels else []
+    taken += [Bbox.from_extents(-1e4, y - 1, 1e4, y + 1) for y in heights]
     for name, point in zip(table["name"], table[["x", "y"]].to_numpy(), strict=True):
         tried = []
         for right, up, ha in ((7, -3, "left"), (-7, -3, "right"), (0, 7, "center"),
@@ -154,14 +156,15 @@ def heat(
         texts = frame.map(lambda x: f"{x:{form}}")
         sns.heatmap(frame, annot=texts, fmt="", vmin=low, vmax=high, cmap=cmap, cbar=False, ax=axis,
                     linewidths=1, linecolor="none", annot_kws={"fontsize": 8})  # fmt: skip
-        for text in axis.texts:  # cells look alike on a light and on a dark page
-            dark = text.get_color() not in ("w", "white", "#ffffff")
-            text.set_color(_ON_LIGHT if dark else _ON_DARK)
+        chart.draw_without_rendering()
+        cells = axis.collections[0].get_facecolors()[frame.notna().to_numpy().ravel()]
+        for text, cell in zip(axis.texts, cells, strict=True):  # alike on light and dark pages
+            text.set_color(_ON_DARK if cell[:3] @ (0.2126, 0.7152, 0.0722) < 0.48 else _ON_LIGHT)
         for row, column in np.argwhere(frame.isna().to_numpy()):
             axis.text(column + 0.5, row + 0.5, NOT_TIMED.replace(" ", "\n"), ha="center",
                       va="center", fontsize=8)  # fmt: skip
         for row, gain in enumerate([] if gains is None else gains):
-            note(axis, f"{gain:.2f}", (1, row + 0.5), (8, 0), va="center", fontsize=8,
+            note(axis, f"× {gain:.2f}", (1, row + 0.5), (8, 0), va="center", fontsize=8,
                  xycoords=("axes fraction", "data"))  # fmt: skip
         if gains is not None:
             note(axis, gains.name, (1, 1), (8, 4), fontsize=8, xycoords="axes fraction")

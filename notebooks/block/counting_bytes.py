@@ -222,7 +222,7 @@ bars["bar"] = bars["direction"] + ", fill " + bars["fill"].astype(str)
 shown = bars.pivot(index="max_seqlen", columns="bar", values="speedup_vs_fa2_jfa")
 shown.index //= 1000
 chart = charts.lines(shown, xlabel="largest length (thousand tokens)", ylabel="times as fast",
-                     highlight=["backward, fill 0.7"],
+                     highlight=["backward, fill 0.7", "forward, fill 0.7"],
                      levels={"what bytes allow, backward": allowed["backward"]})  # fmt: skip
 chapter.figure(chart, data=bars, published="NVIDIA B200, siso2026block, table 6, read from bars")
 for way in rate:

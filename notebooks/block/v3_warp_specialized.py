@@ -238,7 +238,7 @@ chapter.figure(
             "8 KiB apart": [(2, 5, "dS", "between MMAs"), (5, 6, "dead", "dead")],
         },
         ["read", "between MMAs", "a result", "dead"],
-        ticks={n + 0.5 * (n > 0): text for n, text in enumerate(steps)},
+        ticks=dict(enumerate(steps)),
     ),
     computed="the stores in the source of math_backward",
 )  # fmt: skip

@@ -112,8 +112,8 @@ chapter.glue_origin("front", rows[rows["workload"] == LADDER])
 # %% tags=["remove-input"]
 # | name: fig-self-fwd-full
 # | caption: >
-# |   **Forward v8 is ahead of every baseline on every batch, and nearer to its roofline the longer
-# |   the sequences are.** Percent of the own roofline, back to back. Bars: the published kernel on
+# |   **Forward v8 is ahead of every baseline on every batch, and nearest to its roofline on long
+# |   sequences.** Percent of the own roofline, back to back. Bars: the published kernel on
 # |   its GPU, under assumed {ref}`ceilings <rule-ceiling>`. The third chart has 256 keys.
 # | alt: >
 # |   Three small charts over sequence length. In each the green line of v8 lies above the grey one

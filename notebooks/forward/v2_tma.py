@@ -111,9 +111,9 @@ chapter.figure(
             "rows in memory": [(0, 5, "another", OTHER), (5, 8, "its rows", OWN),
                                (8, 16, "another", OTHER)],
             "box, of the tensor": [(5, 8, "its rows", OWN), (8, 13, "another's", OTHER)],
-            "box, of this book": [(5, 8, "its rows", OWN), (8, 13, "zeros", "zeros")],
+            "box, of this book": [(5, 8, "its rows", OWN), (8, 13, "zeros", "filled in")],
         },
-        [OTHER, OWN, "zeros"], ticks={n: str(n) for n in (0, 5, 8, 13, 16)}, xlabel="row",
+        [OTHER, OWN, "filled in"], ticks={n: str(n) for n in (0, 5, 8, 13, 16)}, xlabel="row",
     ),
     computed="a batch of 16 rows; the table below runs both loads",
 )  # fmt: skip

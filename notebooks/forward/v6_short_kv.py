@@ -91,7 +91,7 @@ chapter.figure(
         cmap="vlag_r",
         form=".2f",
         finding=f"v6a gains {stay[shown.index].min():.2f} to {stay[shown.index].max():.2f} times; "
-        f"v6b and v6 change nothing ({rest.min(axis=None):.2f} to {rest.max(axis=None):.2f}).",
+        f"v6b and v6 gain nothing ({rest.min(axis=None):.2f} to {rest.max(axis=None):.2f}).",
     ),
     measured=chapter.together("forward/results", RUNGS, impl=RUNGS, direction="forward"),
 )

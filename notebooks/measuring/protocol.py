@@ -35,6 +35,7 @@ from gdpa_lab.measuring import timing
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, page
 from gdpa_lab.report.chapter import Chapter
+from gdpa_lab.report.roles import display_name
 from notebooks.measuring import _needs, _repeats
 
 # %% tags=["parameters"]
@@ -224,7 +225,8 @@ short = worst[worst["time_us"] < 2000]["slower"]
 # |   full self-attention at 1,024 and 2,048 lie several times as high.
 kind = worst["impl"].eq("v0_eager").map({True: "forward v0, waiting for memory", False: "others"})
 labelled = worst["slower"].rank(ascending=False) <= 3
-points = worst[["time_us", "slower"]].set_axis(worst["impl"].where(labelled, ""))
+names = worst["impl"].map(lambda impl: display_name(impl, "forward"))
+points = worst[["time_us", "slower"]].set_axis(names.where(labelled, ""))
 groups = dict(list(points.groupby(kind.to_numpy())))
 chart = rare_charts.scatter(groups, xlabel="time (µs)", ylabel="slowest over fastest record (%)")
 chapter.figure(

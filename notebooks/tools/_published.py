@@ -219,7 +219,7 @@ def _draw(axis: style.Axes, exhibit: Exhibit) -> None:
     if len(exhibit.measured.columns) > 1:
         for name, text in _short_names(exhibit.measured).items():
             first = exhibit.measured[name].dropna().iloc[0]
-            style.note(axis, text, (0, first), (2, 5), fontsize=SMALL - 1, color=SERIES[0])
+            style.note(axis, text, (0, first), (2, 5), fontsize=SMALL - 1)
 
 
 def _short_names(table: pd.DataFrame) -> Mapping[str, str]:

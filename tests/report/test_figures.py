@@ -117,8 +117,9 @@ def test_the_strip_lights_one_rung_and_leads_to_the_chapters_of_the_others():
 
 @pytest.mark.parametrize(
     ("values", "form"),
-    [([0.995, 1.09], ".2f"), ([78, 90.5], ".1f"), ([430, 436.4], ".0f"), ([0.0123, 0.5], ".3f"),
-     ([0.5, 900], "#.3g"), ([], ".0f"), ([math.nan, 1.5], ".2f")],
+    [([0.995, 1.09], ",.2f"), ([78, 90.5], ",.1f"), ([430, 436.4], ",.0f"),
+     ([0.0123, 0.5], ",.3f"), ([0.5, 900], "#.3g"), ([5, 4000], ",.0f"), ([], ",.0f"),
+     ([math.nan, 1.5], ",.2f")],
 )  # fmt: skip
 def test_a_column_of_labels_has_one_number_of_decimals(values, form):
     assert roles.form_of(values) == form
@@ -144,6 +145,13 @@ def test_series_take_no_hue_of_a_rung_and_directions_are_shapes():
     looks = roles.marks(["forward", "backward", "published, B200"])
     assert [x["marker"] for x in looks][:2] == [">", "<"]
     assert [x["hollow"] for x in looks] == [False, False, True]
+
+
+def test_the_site_has_every_colour_in_both_themes():
+    css = (record.ROOT / "book" / "assets" / "exhibits.css").read_text(encoding="utf-8")
+    light, dark = css.split('html[data-theme="dark"]')[:2]
+    for name, (day, night) in style.THEMES.items():
+        assert f"--{name}: {day};" in light and f"--{name}: {night};" in dark, name
 
 
 def test_a_kernel_has_one_name_on_pages():

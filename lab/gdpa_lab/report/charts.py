@@ -243,12 +243,12 @@ def dots(
             if low is not None:
                 axis.hlines(places, low[name], ends, color=shades[name], linewidth=1)
             _points(axis, frame[name], places, shades[name], looks[name], name)
-            for place, value, end in zip(places, frame[name], ends, strict=True):
+            for y, value, end in zip(places, frame[name], ends, strict=True):
                 if np.isnan(value):
-                    note(axis, missing, (0, place), (3, 0), va="center", fontsize=8,
+                    note(axis, missing, (0, y), (3, 0), va="center", fontsize=8,
                          xycoords=("axes fraction", "data"))  # fmt: skip
                 else:
-                    note(axis, f"{value:{form}}", (end, place), (6, 0), va="center", fontsize=8)
+                    note(axis, f"{value:{form}}", (end, y), (6, 0), va="center", fontsize=8)
         list_rows(axis, list(frame.index))
         axis.margins(x=0.08)
         axis.set(xlabel=xlabel, ylabel="")
@@ -294,19 +294,20 @@ def dumbbells(
                                        (last, "o", 7)):  # fmt: skip
                 shade = role_colour(name)
                 axis.plot(frame[name], places, marker, color=shades[way] if shade == style.INK
-                          else shade, markersize=size, label=name)  # fmt: skip
-            for place, start, end in zip(places, frame[first], frame[last], strict=True):
+                          else shade, markersize=size, label=name if len(ways) == 1 else
+                          way if name == last else "")  # fmt: skip
+            for y, start, end in zip(places, frame[first], frame[last], strict=True):
                 side = {"va": "center", "fontsize": 8}
                 right, left = ((8, 0), {"ha": "left"}), ((-8, 0), {"ha": "right"})
                 if change:
                     text = f"{100 * (end / start - 1):+.0f} %".replace("-", "−")
                     shift, ha = right if end >= start else left
-                    note(axis, text, (end, place), shift, **ha, **side)
+                    note(axis, text, (end, y), shift, **ha, **side)
                     continue
                 for value, (shift, ha) in zip(sorted((start, end)), (left, right), strict=True):
-                    note(axis, f"{value:{form}}", (value, place), shift, **ha, **side)
+                    note(axis, f"{value:{form}}", (value, y), shift, **ha, **side)
         list_rows(axis, list(index))
-        axis.margins(x=0.1)
+        axis.margins(x=0.2 if style.is_narrow() else 0.1)
         axis.set_xlabel(xlabel)
         head(axis, finding)
         return chart

@@ -36,7 +36,7 @@ SHARED = {
 must not colour by their order."""
 _RUNG = re.compile(r"(?:(?:blackwell|forward|backward|block) )*[bv](\d+)(?!\d)", re.IGNORECASE)
 _GREYS = (
-    ("fa2", "fa3", "fa4", "flashattention"),
+    ("fa2", "fa3", "fa4", "flashattention", "best baseline"),
     ("cudnn", "torch", "flex", "cutlass fmha", "cutlass_fmha", "eager"),
     ("flashinfer", "gdpa_triton", "hstu", "published", "triton_gdpa", "cutedsl", "our rotary",
      "rotary_kernel"),
@@ -85,6 +85,7 @@ def palette(names: Iterable[str], hue: str = "") -> dict[str, str]:
     plain = [name for name in names if shades[name] == style.INK]
     if hue:
         return shades | dict.fromkeys(plain, role_colour(hue))
+    plain = [name for name in plain if name not in ("forward", "backward")]
     if len(plain) < 2 or any(rung_number(str(name)) is not None for name in names):
         return shades
     taken = {SHARED[name] for name in names if name in SHARED}
@@ -115,10 +116,13 @@ def marks(names: Sequence[str]) -> list[dict[str, Any]]:
 
 def form_of(values: Any) -> str:
     """Return the format of the labels in one column: the same decimals for all of them, at most
-    three digits of the largest unless the smallest needs more to have two."""
+    three digits of the largest unless the smallest needs more to have two. Beyond a factor of a
+    thousand each has its own."""
     sizes = np.abs(np.asarray(values, float).ravel())
     sizes = sizes[np.isfinite(sizes) & (sizes > 0)]
     if not len(sizes):
-        return ".0f"
+        return ",.0f"
     high, low = (math.floor(math.log10(float(f"{x:.2g}"))) for x in (sizes.max(), sizes.min()))
-    return "#.3g" if high - low > 2 else f".{min(3, max(0, 2 - high, 1 - low))}f"
+    if high - low > 2:
+        return ",.0f" if low >= 0 else "#.3g"
+    return f",.{min(3, max(0, 2 - high, 1 - low))}f"

@@ -26,8 +26,8 @@ def page_of(rung: Rung, folder: str, notebooks: Path = ROOT / "notebooks") -> st
     pages = {path.stem: int(path.stem[1]) for path in (notebooks / folder).glob("v[0-9]*_*.py")}
     if rung.impl in pages:
         return rung.impl
-    before = sorted((n, name) for name, n in pages.items() if n <= number)
-    return before[-1][1] if before else None
+    earlier = sorted((n, name) for name, n in pages.items() if n <= number)
+    return earlier[-1][1] if earlier else None
 
 
 def draw(
@@ -56,14 +56,14 @@ def _draw(
     labels = [display_name(impl) for _, impl, _ in named]
     xs = style.apart([x for x, *_ in named], [_LETTER * len(s) + 7 for s in labels], _EDGE)
     xs = [x - max(0.0, xs[-1] - (width - _EDGE - 4)) * n / len(xs) for n, x in enumerate(xs, 1)]
-    for (x, impl, rung), label, place in zip(named, labels, xs, strict=True):
+    for (x, impl, rung), label, name_x in zip(named, labels, xs, strict=True):
         strong, shade, beyond = impl == lit, role_colour(impl), rungs[rung] > high
         text = f"{rungs[rung]:.1f} ▸" if beyond else ""
         tick = (
             f'<title>{label}: {html.escape(rung.title)}, {rungs[rung]:.2f} ms</title>'
-            f'<path d="M{place:.1f} 22 L{x:.1f} {_BAR - 18} V{_BAR}" fill="none" stroke="{shade}" '
+            f'<path d="M{name_x:.1f} 22 L{x:.1f} {_BAR - 18} V{_BAR}" fill="none" stroke="{shade}" '
             f'stroke-width="{4 if strong else 1.5}"/>'
-            f'<text x="{place:.1f}" y="16" text-anchor="middle" font-size="{13 if strong else 11}" '
+            f'<text x="{name_x:.1f}" y="16" text-anchor="middle" font-size="{13 if strong else 11}" '
             f'font-weight="{"bold" if strong else "normal"}" fill="{shade}">{label}</text>'
             + (f'<text x="{x:.1f}" y="{_BAR - 3}" text-anchor="end" dx="-5" font-size="10" '
                f'fill="{shade}">{text}</text>' if text else "")
