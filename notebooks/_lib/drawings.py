@@ -286,12 +286,13 @@ def segments(
 ) -> Figure:
     """A row by its name of what lies in it: (first, last excluded, text, kind) for each part.
 
-    `kinds`: the legend; the first is grey, and "dead" or "free" is hollow. `ticks`: texts by x.
+    `kinds`: the legend; the first is grey, and what is "dead" or "written" hollow. `ticks`: texts
+    by x.
     """
     shades = dict(zip(kinds, (GREY, *SERIES), strict=False))
-    looks = {kind: {"facecolor": "none", "edgecolor": INK, "linestyle": ":"}
-             if kind in ("dead", "free") else {"facecolor": shade, "edgecolor": INK}
-             for kind, shade in shades.items()}  # fmt: skip
+    looks = {kind: {"facecolor": shade, "edgecolor": INK} for kind, shade in shades.items()}
+    for kind, line in (("dead", ":"), ("written", "-")):
+        looks[kind] = {"facecolor": "none", "edgecolor": INK, "linestyle": line}
     with canvas(width=7.4, height=0.9 + 0.4 * len(rows)) as (chart, axis):
         for row, parts in enumerate(rows.values()):
             for first, last, text, kind in parts:

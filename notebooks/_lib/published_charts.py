@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
+from gdpa_lab.measuring.require import require
 from gdpa_lab.measuring.workloads import WORKLOADS, figure_direction
-from gdpa_lab.report import rates, style
 from gdpa_lab.report.charts import head
 from gdpa_lab.report.roles import display_name, role_colour
-from gdpa_lab.report.style import DASHED, GREY, INK, Figure, canvas, is_rung
+from gdpa_lab.report.style import DASHED, GREY, INK, Figure, canvas, drawn, is_rung
 
 
-@style.drawn
+@drawn
 def shares(
     table: pd.DataFrame,
     titles: Mapping[str, str],
@@ -32,7 +32,7 @@ def shares(
     `roofs`: the roofline of each workload on the GPU of the published bars (TFLOP/s). `there`: rows
     of another system, drawn dashed. A gap is not timed. ValueError without a row of one of `rungs`.
     """
-    other = {} if there is None else {f", {rates.only(there, 'gpu').split()[-1]}": there}
+    other = {} if there is None else {f", {there['gpu'].iloc[0].split()[-1]}": there}
     with canvas(1, len(titles), width=7.4, height=3.2, sharey=True, squeeze=False) as (chart, axes):
         for axis, (figure, title) in zip(axes[0], titles.items(), strict=True):
             way, theirs = figure_direction(figure), published[published["figure"] == figure]
@@ -42,12 +42,14 @@ def shares(
             axis.bar(range(len(names)), bars, 0.7, color="none", linewidth=1, gid="published",
                      edgecolor=INK, label="published kernel, B200")  # fmt: skip
             for suffix, rows in {"": table, **other}.items():
-                rows = rates.timed_rows(rows, way, "sustained")
-                rows = rows[rows["workload"].isin(names)]
-                rates.require_impls(rows, [] if suffix else rungs, figure, "sustained")
+                timed = (rows["scope"] == "sustained") & (rows["variant"] == "")
+                rows = rows[timed & (rows["direction"] == way) & rows["workload"].isin(names)]
+                require(rows["system"].nunique() == 1, "table", "rows of one system", figure)
                 share = rows.pivot_table(index="workload", columns="impl",
                                          values="percent_of_roofline").reindex(names)  # fmt: skip
                 shown = [impl for impl in share if is_rung(impl)] if suffix else rungs
+                lacking = [impl for impl in shown if impl not in share]
+                require(not lacking, "table", f"sustained rows of {', '.join(lacking)}", figure)
                 peers = share[[impl for impl in share if not is_rung(impl)]]
                 looks = {"linestyle": "--" if suffix else "-", "marker": "o"}
                 axis.plot(peers.max(axis=1).to_numpy(), color=GREY, label=f"best baseline{suffix}",

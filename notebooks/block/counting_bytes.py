@@ -51,9 +51,7 @@ chapter = Chapter("block/counting_bytes", mode=mode, device=device, data_dir=dat
 # | alt: >
 # |   Five rows of boxes. Forward: four boxes for one tile, the same and a sliver for the general
 # |   design. Backward: seven boxes for one tile, nine with D, thirteen in three groups for v0.
-chapter.figure(
-    block_bytes.boxes(DESIGNS, main, "backward, one tile"), modelled="drawn from the lists above"
-)
+chapter.figure(block_bytes.boxes(DESIGNS, main), modelled="drawn from the lists above")
 
 # %% [markdown]
 # ## FLOPs per byte

@@ -144,7 +144,7 @@ def test_series_take_no_hue_of_a_rung_and_directions_are_shapes():
     assert set(roles.palette(["forward", "backward"], "v3_x").values()) == {style.RUNG_COLOURS[3]}
     looks = roles.marks(["forward", "backward", "published, B200"])
     assert [x["marker"] for x in looks][:2] == [">", "<"]
-    assert [x["hollow"] for x in looks] == [False, False, True]
+    assert [x["fillstyle"] for x in looks] == ["full", "full", "none"]
 
 
 def test_the_site_has_every_colour_in_both_themes():

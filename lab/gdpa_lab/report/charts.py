@@ -242,7 +242,8 @@ def dots(
             ends = frame[name] if high is None else high[name]
             if low is not None:
                 axis.hlines(places, low[name], ends, color=shades[name], linewidth=1)
-            _points(axis, frame[name], places, shades[name], looks[name], name)
+            axis.plot(frame[name], places, color=shades[name], label=name, markersize=5,
+                      linestyle="none", **looks[name])  # fmt: skip
             for y, value, end in zip(places, frame[name], ends, strict=True):
                 if np.isnan(value):
                     note(axis, missing, (0, y), (3, 0), va="center", fontsize=8,
@@ -254,13 +255,6 @@ def dots(
         axis.set(xlabel=xlabel, ylabel="")
         head(axis, finding, named=len(columns) > 1)
         return chart
-
-
-def _points(
-    axis: Axes, values: pd.Series, places: np.ndarray, shade: str, look: dict, label: str = ""
-) -> None:
-    fill = {"markerfacecolor": "none"} if look["hollow"] else {}
-    axis.plot(values, places, look["marker"], color=shade, label=label, markersize=5, **fill)
 
 
 @style.drawn

@@ -110,7 +110,7 @@ def marks(names: Sequence[str]) -> list[dict[str, Any]]:
     for name, free in zip(names, "os^Dvph"[: len(names)].ljust(len(names), "o"), strict=True):
         low = str(name).lower()
         shape = ">" if low == "forward" else "<" if low == "backward" else free
-        looks.append({"marker": shape, "hollow": "published" in low})
+        looks.append({"marker": shape, "fillstyle": "none" if "published" in low else "full"})
     return looks
 
 

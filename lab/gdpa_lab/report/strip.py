@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+
+from matplotlib.ticker import MaxNLocator
 
 from gdpa_kernels.calling.rung import Rung
 from gdpa_lab.measuring.record import ROOT
@@ -49,21 +51,21 @@ def _draw(
     low = 0.96 * min(times)
     high = 1.04 * max(x for x in times if x < 2.2 * min(times))
     room = width - 2 * _EDGE
-    at = {key: _EDGE + room * min(1, (x - low) / (high - low))
+    spots = {key: _EDGE + room * min(1, (x - low) / (high - low))
           for key, x in (*rungs.items(), *peers.items())}  # fmt: skip
     lines = []
-    named = sorted((at[rung], rung.impl, rung) for rung in rungs)
+    named = sorted((spots[rung], rung.impl, rung) for rung in rungs)
     labels = [display_name(impl) for _, impl, _ in named]
     xs = style.apart([x for x, *_ in named], [_LETTER * len(s) + 7 for s in labels], _EDGE)
     xs = [x - max(0.0, xs[-1] - (width - _EDGE - 4)) * n / len(xs) for n, x in enumerate(xs, 1)]
-    for (x, impl, rung), label, name_x in zip(named, labels, xs, strict=True):
+    for (x, impl, rung), label, nx in zip(named, labels, xs, strict=True):
         strong, shade, beyond = impl == lit, role_colour(impl), rungs[rung] > high
         text = f"{rungs[rung]:.1f} ▸" if beyond else ""
         tick = (
             f'<title>{label}: {html.escape(rung.title)}, {rungs[rung]:.2f} ms</title>'
-            f'<path d="M{name_x:.1f} 22 L{x:.1f} {_BAR - 18} V{_BAR}" fill="none" stroke="{shade}" '
+            f'<path d="M{nx:.1f} 22 L{x:.1f} {_BAR - 18} V{_BAR}" fill="none" stroke="{shade}" '
             f'stroke-width="{4 if strong else 1.5}"/>'
-            f'<text x="{name_x:.1f}" y="16" text-anchor="middle" font-size="{13 if strong else 11}" '
+            f'<text x="{nx:.1f}" y="16" text-anchor="middle" font-size="{13 if strong else 11}" '
             f'font-weight="{"bold" if strong else "normal"}" fill="{shade}">{label}</text>'
             + (f'<text x="{x:.1f}" y="{_BAR - 3}" text-anchor="end" dx="-5" font-size="10" '
                f'fill="{shade}">{text}</text>' if text else "")
@@ -78,7 +80,7 @@ def _draw(
     texts: list[str] = []
     for name in sorted(peers, key=peers.get):
         text = f"{name}, {peers[name]:.1f} ▸" if peers[name] > high else name
-        x, shade, wide = at[name], role_colour(name), _LETTER * 0.95 * len(text)
+        x, shade, wide = spots[name], role_colour(name), _LETTER * 0.95 * len(text)
         left = min(x - 2, width - wide - 2)
         row = next((n for n, end in enumerate(ends) if end + 8 < left), len(ends))
         ends[row : row + 1] = [left + wide]
@@ -89,13 +91,14 @@ def _draw(
         texts.append(f'<text x="{left:.1f}" y="{y}" font-size="11" fill="{shade}" {halo}>'
                      f"{html.escape(text)}</text>")  # fmt: skip
     lines += texts
-    ticks = _ticks(low, high, 4 if width < 500 else 8)
+    ticks = MaxNLocator(4 if width < 500 else 8, steps=[1, 2, 5, 10]).tick_values(low, high)
+    ticks = [tick for tick in ticks if low < tick < high]
     for tick in ticks:
         x = _EDGE + room * (tick - low) / (high - low)
         lines.append(
             f'<path d="M{x:.1f} {_BAR} v4" stroke="{INK}"/><text x="{x:.1f}" y="{_BAR + 15}" '
             f'text-anchor="middle" font-size="10" fill="{INK}" {halo}>'
-            f"{tick:g}{' ms' * (tick == ticks[-1])}</text>"
+            f"{tick:g}{' ms' if tick == ticks[-1] else ''}</text>"
         )
     height = _BAR + 28 + 14 * len(ends) + 12
     head = (
@@ -104,10 +107,3 @@ def _draw(
     )
     axis = f'<path d="M{_EDGE} {_BAR} H{width - _EDGE}" stroke="{INK}"/>'
     return "\n".join((head, axis, *lines, "</svg>"))
-
-
-def _ticks(low: float, high: float, most: int) -> Sequence[float]:
-    """Round values between `low` and `high`, at most `most`."""
-    step = next(s for s in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50) if (high - low) / s <= most)
-    first = int(low / step) + 1
-    return [round(step * n, 3) for n in range(first, int(high / step) + 1)]
