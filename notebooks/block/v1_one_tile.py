@@ -110,6 +110,16 @@ INNER, OUTER = "heads inner, 4 warps", "heads outer, 4 warps"
 order = [us[way, dim, V1, INNER] / us[way, dim, V1, OUTER] for way in WAYS for dim in WORK]
 
 # %% tags=["remove-input"]
+# | name: fig-b-v1-ladder
+# | caption: >
+# |   **Block v1 on the ladder.** Time of the backward pass of each rung on block-fill70-2000, back
+# |   to back; each tick leads to its chapter. Dashed: libraries.
+# | alt: >
+# |   An axis of milliseconds with a tick for each rung, that of v1 thick, and dashed lines for the
+# |   libraries.
+chapter.ladder("v1_one_tile", "block")
+
+# %% tags=["remove-input"]
 # | name: fig-bv1-put-back
 # | caption: >
 # |   **A second pass costs about its bytes, and the accumulation costs time without any.** Time

@@ -89,6 +89,16 @@ chapter.glue(
 )  # fmt: skip
 
 # %% tags=["remove-input"]
+# | name: fig-b-v3-ladder
+# | caption: >
+# |   **Block v3 on the ladder.** Time of the backward pass of each rung on block-fill70-2000, back
+# |   to back; each tick leads to its chapter. Dashed: libraries.
+# | alt: >
+# |   An axis of milliseconds with a tick for each rung, that of v3 thick, and dashed lines for the
+# |   libraries.
+chapter.ladder("v3_warp_specialized", "block")
+
+# %% tags=["remove-input"]
 # | name: fig-roles-slots
 # | caption: >
 # |   **Warp roles pay in the backward pass, most where one program fills an SM.** Percent of the

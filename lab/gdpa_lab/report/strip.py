@@ -17,6 +17,8 @@ from gdpa_lab.report.roles import display_name, role_colour
 from gdpa_lab.report.style import INK, PAGE
 
 _SPACE = ' xmlns="http://www.w3.org/2000/svg"'
+_TOLD_IN = {"v2_slab": "v3_warp_specialized"}
+"""Chapters that begin with another rung's number than the one they tell of."""
 _EDGE, _BAR, _LETTER = 14, 62, 6.3
 """Margin at both ends, height of the axis, and mean width of a letter of a name, px."""
 
@@ -26,8 +28,8 @@ def page_of(rung: Rung, folder: str, notebooks: Path = ROOT / "notebooks") -> st
     the one of the last rung before; None if there is none."""
     number = int(rung.impl[1])
     pages = {path.stem: int(path.stem[1]) for path in (notebooks / folder).glob("v[0-9]*_*.py")}
-    if rung.impl in pages:
-        return rung.impl
+    if (name := _TOLD_IN.get(rung.impl, rung.impl)) in pages:
+        return name
     earlier = sorted((n, name) for name, n in pages.items() if n <= number)
     return earlier[-1][1] if earlier else None
 
@@ -88,7 +90,8 @@ def _draw(
         if peers[name] <= high:
             lines.append(f'<path d="M{x:.1f} {_BAR - 12} V{y - 9}" stroke="{shade}" '
                          'stroke-dasharray="4 2"/>')  # fmt: skip
-        texts.append(f'<text x="{left:.1f}" y="{y}" font-size="11" fill="{shade}" {halo}>'
+        anchor = f'x="{left:.1f}"' if peers[name] <= high else f'x="{width - 2}" text-anchor="end"'
+        texts.append(f'<text {anchor} y="{y}" font-size="11" fill="{shade}" {halo}>'
                      f"{html.escape(text)}</text>")  # fmt: skip
     lines += texts
     ticks = MaxNLocator(4 if width < 500 else 8, steps=[1, 2, 5, 10]).tick_values(low, high)
@@ -102,7 +105,7 @@ def _draw(
         )
     height = _BAR + 28 + 14 * len(ends) + 12
     head = (
-        f'<svg{_SPACE} width="{width}" height="{height}" '
+        f'<svg{_SPACE} class="strip" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="sans-serif">'
     )
     axis = f'<path d="M{_EDGE} {_BAR} H{width - _EDGE}" stroke="{INK}"/>'
