@@ -10,7 +10,7 @@ from gdpa_lab.measuring.require import require
 from gdpa_lab.measuring.workloads import WORKLOADS, figure_direction
 from gdpa_lab.report.charts import head
 from gdpa_lab.report.roles import display_name, role_colour
-from gdpa_lab.report.style import DASHED, GREY, INK, Figure, canvas, drawn, is_rung
+from gdpa_lab.report.style import DASHED, GREY, GREYS, Figure, canvas, drawn, is_rung
 
 
 @drawn
@@ -40,7 +40,7 @@ def shares(
             names = list(theirs["workload"])
             bars = 100 * theirs["tflops"] / theirs["workload"].map(roofs)
             axis.bar(range(len(names)), bars, 0.7, color="none", linewidth=1, gid="published",
-                     edgecolor=INK, label="published kernel, B200")  # fmt: skip
+                     edgecolor=GREYS[2], label="published kernel, B200")  # fmt: skip
             for suffix, rows in {"": table, **other}.items():
                 timed = (rows["scope"] == "sustained") & (rows["variant"] == "")
                 rows = rows[timed & (rows["direction"] == way) & rows["workload"].isin(names)]
