@@ -116,6 +116,17 @@ def test_the_strip_lights_one_rung_and_leads_to_the_chapters_of_the_others():
 
 
 @pytest.mark.parametrize(
+    ("impl", "operator", "folder", "page"),
+    [("v6a_persistent", "gdpa", "forward", "v6_short_kv"),
+     ("v2a_ordered_backward", "gdpa", "backward", "v2_fused_backward"),
+     ("v7_wide_backward", "gdpa", "backward", "v5_short_kv_backward"),
+     ("v2_slab", "block_attention", "block", "v3_warp_specialized")],
+)  # fmt: skip
+def test_a_rung_leads_to_the_chapter_that_tells_of_it(impl, operator, folder, page):
+    assert strip.page_of(ladder.rung(impl, operator), folder) == page
+
+
+@pytest.mark.parametrize(
     ("values", "form"),
     [([0.995, 1.09], ",.2f"), ([78, 90.5], ",.1f"), ([430, 436.4], ",.0f"),
      ([0.0123, 0.5], ",.3f"), ([0.5, 900], "#.3g"), ([5, 4000], ",.0f"), ([], ",.0f"),
