@@ -13,11 +13,13 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 from matplotlib.patches import Rectangle
 
+from _lib import drawings
 from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.workload import Workload
-from gdpa_lab.report.style import INK, PAGE, Figure, canvas, colour
+from gdpa_lab.report.style import INK, PAGE, SERIES, Figure, canvas
 
 Kernels = Sequence[tuple[str, str]]
+KINDS = "read", "written"
 
 
 def size_of(tensor: str, work: Workload) -> int:
@@ -48,33 +50,21 @@ def floor_us(kernels: Kernels, work: Workload, limits: Ceilings) -> float:
     return sum((r + w) / limits.gbytes_per_s(r, w) / 1e3 for r, w in each)
 
 
-def boxes(designs: Mapping[str, Kernels], work: Workload, highlight: str) -> Figure:
+def boxes(designs: Mapping[str, Kernels], work: Workload) -> Figure:
     """A row for each design, a box for each tensor that it moves: filled if read, outlined if
-    written, with a gap between kernels. `highlight`: the design in the colour of a rung."""
-    with canvas(width=7.4, height=0.5 + 0.42 * len(designs)) as (chart, axis):
-        for row, (name, kernels) in enumerate(designs.items()):
-            shade, x = colour("v1" if name == highlight else ""), 0.0
-            for read, written in kernels:
-                for tensor, filled in [(t, True) for t in read.split()] + [
-                    (t, False) for t in written.split()
-                ]:
-                    width = size_of(tensor, work) / size_of("q", work)
-                    look = {"facecolor": shade if filled else "none", "edgecolor": shade}
-                    axis.add_patch(Rectangle((x + 0.03, row - 0.36), width - 0.05, 0.72, **look))
-                    if width > 0.2:
-                        axis.text(x + width / 2, row, tensor, ha="center", va="center",
-                                  fontsize=9.5, color=PAGE if filled else INK)  # fmt: skip
-                    x += width
-                x += 0.3
-        axis.set_yticks(range(len(designs)), list(designs))
-        axis.tick_params(length=0)
-        axis.set_ylim(len(designs) - 0.4, -0.6)
-        axis.set_xlim(0, 14)
-        axis.set_xticks([])
-        axis.grid(visible=False)
-        for side in ("left", "bottom"):
-            axis.spines[side].set_visible(False)
-        return chart
+    written, with a gap between kernels."""
+    rows = {}
+    for name, kernels in designs.items():
+        parts, x = [], 0.0
+        for kernel in kernels:
+            for kind, tensor in ((k, t) for k, ts in zip(KINDS, kernel, strict=True)
+                                 for t in ts.split()):  # fmt: skip
+                width = size_of(tensor, work) / size_of("q", work)
+                parts.append((x + 0.03, x + width - 0.02, tensor if width > 0.2 else "", kind))
+                x += width
+            x += 0.3
+        rows[name] = parts
+    return drawings.segments(rows, KINDS, ticks={0: ""})
 
 
 def cells(
@@ -95,7 +85,7 @@ def cells(
                 squeeze=False) as (chart, axes):  # fmt: skip
         for axis, (title, values) in zip(axes[0], panels.items(), strict=True):
             for (row, column), value in values.stack().items():
-                face = colour("v1") if value else "none"
+                face = SERIES[0] if value else "none"
                 edge = {"edgecolor": INK, "linewidth": 0.8} if numbers else {"linewidth": 0}
                 axis.add_patch(Rectangle((column, row), 1, 1, facecolor=face, alpha=value or 1,
                                          **edge))  # fmt: skip

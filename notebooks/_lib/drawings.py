@@ -19,12 +19,13 @@ from gdpa_kernels.gdpa.reference import ACTIVATIONS
 from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.report import style
-from gdpa_lab.report.charts import coloured, legend, list_rows
-from gdpa_lab.report.style import GREY, INK, PAGE, RUNG_COLOURS, Figure, canvas, colour, note
+from gdpa_lab.report.charts import coloured, head, list_rows
+from gdpa_lab.report.roles import role_colour
+from gdpa_lab.report.style import GREY, INK, PAGE, SERIES, Figure, canvas, note
 from tritonemu import Timeline
 from tritonemu.drawing import KINDS
 
-COLOURS = tuple(RUNG_COLOURS[i] for i in (1, 0, 3, 2, 4))
+COLOURS = SERIES
 FAMILIES = {
     "gdpa-self-full": "self, full",
     "gdpa-self-half-dense": "self, half, dense keys",
@@ -167,7 +168,7 @@ def _square(
     axis: Axes, x: float, y: float, filled: float, size: tuple[float, float] = (1, 1), *,
     framed: bool = False,
 ) -> None:  # fmt: skip
-    shown = colour("v1_tiled")
+    shown = SERIES[0]
     face = (*to_rgb(shown), filled)
     edge = {"edgecolor": shown if framed else INK, "linewidth": 1.8 if framed else 0.6}
     axis.add_patch(Rectangle((x, y), *size, facecolor=face, zorder=2 if framed else 1, **edge))
@@ -178,7 +179,7 @@ def ring(blocks: int, slots: int = 2) -> Figure:
     """A ring of buffers over time, a copy and a read of a block taking one step each: what a slot
     holds, and the phases of its two barriers in the colour of their parity; a dot stands where a
     wait for a phase passes. The phase before the first is dashed."""
-    shades = {parity: RUNG_COLOURS[of] for parity, of in ((0, 1), (1, 3))}
+    shades = dict(enumerate(SERIES[:2]))
     rows = [f"{name}[{slot}]" for slot in range(slots) for name in ("slot", "full", "empty")]
     with canvas(width=7.4, height=0.7 + 0.3 * len(rows)) as (chart, axis):
         for slot in range(slots):
@@ -238,7 +239,7 @@ def strips(rows: Mapping[str, Sequence[str]], *, xlabel: str, highlight: Sequenc
         axis.set_ylim(len(rows) - 0.5, -0.75)
         axis.grid(visible=False)
         axis.set_xlabel(xlabel)
-        legend(axis, None, ncols=4)
+        head(axis)
         return chart
 
 
@@ -251,10 +252,11 @@ def _runs(labels: Sequence[str]) -> Iterator[tuple[int, int, str]]:
 
 
 @style.drawn
-def gantt(panels: Mapping[str, pd.DataFrame], *, xlabel: str, hue: str) -> Figure:
+def gantt(panels: Mapping[str, pd.DataFrame], *, xlabel: str, hue: str = "") -> Figure:
     """Bars on lanes over time, a panel for each title, two in a row: frames with the columns lane,
     start, time and label; a bar without a label is thin and grey."""
     rows = -(-len(panels) // 2)
+    shade = role_colour(hue) if hue else SERIES[0]
     lanes = 1 + max(frame["lane"].max() for frame in panels.values())
     with canvas(rows, 2, width=7.6, height=0.4 + rows * (0.6 + 0.24 * lanes),
                 sharex=True, sharey=True, squeeze=False) as (chart, axes):  # fmt: skip
@@ -264,7 +266,7 @@ def gantt(panels: Mapping[str, pd.DataFrame], *, xlabel: str, hue: str) -> Figur
             for bar in frame.itertuples():
                 axis.barh(
                     bar.lane, bar.time, 0.74 if bar.label else 0.24, left=bar.start, linewidth=0.6,
-                    color=colour(hue) if bar.label else GREY, edgecolor=PAGE,
+                    color=shade if bar.label else GREY, edgecolor=PAGE,
                 )  # fmt: skip
                 axis.text(bar.start + bar.time / 2, bar.lane, bar.label, color=PAGE, ha="center",
                           va="center", fontsize=8)  # fmt: skip
@@ -274,18 +276,59 @@ def gantt(panels: Mapping[str, pd.DataFrame], *, xlabel: str, hue: str) -> Figur
         return chart
 
 
-_BOXES = {"compute": 2, "mma": 3, "copy": 1, "store": 4}
+@style.drawn
+def segments(
+    rows: Mapping[str, Sequence[tuple[float, float, str, str]]],
+    kinds: Sequence[str],
+    *,
+    ticks: Mapping[float, str],
+    xlabel: str = "",
+) -> Figure:
+    """A row by its name of what lies in it: (first, last excluded, text, kind) for each part.
+
+    `kinds`: the legend; the first is grey, and what is "dead" or "written" hollow. `ticks`: texts
+    by x.
+    """
+    shades = dict(zip(kinds, (GREY, *SERIES), strict=False))
+    looks = {kind: {"facecolor": shade, "edgecolor": INK} for kind, shade in shades.items()}
+    for kind, line in (("dead", ":"), ("written", "-")):
+        looks[kind] = {"facecolor": "none", "edgecolor": INK, "linestyle": line}
+    with canvas(width=7.4, height=0.9 + 0.4 * len(rows)) as (chart, axis):
+        for row, parts in enumerate(rows.values()):
+            for first, last, text, kind in parts:
+                axis.add_patch(Rectangle((first, row - 0.38), last - first, 0.76, linewidth=0.6,
+                                         **looks[kind]))  # fmt: skip
+                ink = INK if looks[kind]["facecolor"] == "none" else PAGE
+                axis.text((first + last) / 2, row, style.wrapped(text, 9), ha="center",
+                          va="center", color=ink, fontsize=8.5)  # fmt: skip
+        list_rows(axis, list(rows))
+        axis.set_xlim(min(ticks), max(x[1] for parts in rows.values() for x in parts))
+        axis.set_xticks(list(ticks), [style.wrapped(text, 8) for text in ticks.values()])
+        axis.set_xlabel(xlabel)
+        axis.grid(visible=False)
+        axis.spines[:].set_visible(False)
+        for kind in kinds:
+            axis.add_patch(Rectangle((0, 0), 0, 0, label=kind, **looks[kind]))
+        head(axis)
+        return chart
+
+
+_BOXES = {"compute": 2, "mma": 1, "copy": 0, "store": 3}
 """Kinds of events that `timelines` draws, and their colours; a wait is what is left free."""
 
 
 @style.drawn
-def timelines(lines: Mapping[str, Timeline]) -> Figure:
+def timelines(lines: Mapping[str, Timeline], *, core_alone: bool = False) -> Figure:
     """Timelines of CTA 0 below one another on one axis of modelled cycles, by title, the tensor
-    core shaded where it is idle; at each end, how many cycles fewer or more than the first."""
+    core shaded where it is idle; at each end, how many cycles fewer or more than the first.
+    `core_alone`: the lane of the tensor core alone, of lines that do not do the same work."""
     shown = {title: [e for e in line.events if e.cta == 0 and e.kind in _BOXES]
              for title, line in lines.items()}  # fmt: skip
     lanes = {title: [lane for lane in line.lanes(0) if any(e.lane == lane for e in shown[title])]
              for title, line in lines.items()}  # fmt: skip
+    if core_alone:
+        shown = {title: [e for e in events if e.kind == "mma"] for title, events in shown.items()}
+        lanes = {title: list({e.lane: None for e in events}) for title, events in shown.items()}
     ends = {title: max(e.end for e in line.events if e.cta == 0) for title, line in lines.items()}
     (_, base), *_ = ends.items()
     rows = max(map(len, lanes.values()))
@@ -295,7 +338,7 @@ def timelines(lines: Mapping[str, Timeline]) -> Figure:
             for event in events:
                 axis.barh(
                     lanes[title].index(event.lane), event.end - event.start, 0.72,
-                    left=event.start, color=RUNG_COLOURS[_BOXES[event.kind]], linewidth=0.4,
+                    left=event.start, color=SERIES[_BOXES[event.kind]], linewidth=0.4,
                     edgecolor=PAGE,
                 )  # fmt: skip
             mmas = sorted((e.start, e.end) for e in events if e.kind == "mma")
@@ -308,6 +351,11 @@ def timelines(lines: Mapping[str, Timeline]) -> Figure:
                 idle, (core - 0.36, 0.72), facecolor=(*to_rgb(GREY), 0.3), edgecolor=GREY
             )
             busy = 100 - 100 * sum(width for _, width in idle) / ends[title]
+            axis.set_title(f"{title}: {ends[title]:,.0f} cycles, tensor core busy {busy:.0f} %")
+            list_rows(axis, lanes[title])
+            axis.grid(visible=False)
+            if core_alone:
+                continue
             axis.axvline(base, color=GREY, linewidth=0.8, linestyle=":")
             less = ends[title] - base
             if less:
@@ -316,12 +364,9 @@ def timelines(lines: Mapping[str, Timeline]) -> Figure:
                               arrowprops=bracket)  # fmt: skip
                 note(axis, f"{less:+,.0f} cycles".replace("-", "−"), (base, -0.7), (-2, 5),
                      ha="right", annotation_clip=False)  # fmt: skip
-            list_rows(axis, lanes[title])
-            axis.set_title(f"{title}: {ends[title]:,.0f} cycles, tensor core busy {busy:.0f} %")
-            axis.grid(visible=False)
         axes[-1, 0].set_xlabel("cycles (modelled)")
         axes[-1, 0].set_xlim(0, 1.02 * max(ends.values()))
-        looks = {KINDS[kind]: Rectangle((0, 0), 1, 1, color=RUNG_COLOURS[of])
+        looks = {KINDS[kind]: Rectangle((0, 0), 1, 1, color=SERIES[of])
                  for kind, of in _BOXES.items()
                  if any(e.kind == kind for events in shown.values() for e in events)}  # fmt: skip
         looks["tensor core idle"] = Rectangle(

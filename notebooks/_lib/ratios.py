@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +13,13 @@ import pandas as pd
 from IPython.display import Markdown, display
 
 from _lib import published_charts
-from gdpa_lab.measuring.baselines import BASELINES, taking
+from gdpa_lab.measuring import cost_model
+from gdpa_lab.measuring.baselines import taking
+from gdpa_lab.measuring.roofline import bracket
 from gdpa_lab.measuring.workloads import figure_direction, workload
 from gdpa_lab.report import claims, page, peers, results
 from gdpa_lab.report.chapter import Chapter
+from gdpa_lab.report.roles import display_name
 from gdpa_lab.report.style import is_rung
 
 if TYPE_CHECKING:
@@ -54,31 +57,32 @@ def counted(values: pd.Series) -> str:
     return f"{spread(values)} (n = {len(values)})"
 
 
-def redrawn(chapter: Chapter, figure: str, rungs: Sequence[str], keys: str = "") -> None:
-    """Show a published chart next to ours (`published_charts.figure_tflops`): of `rungs` and of all
-    peers those that have a time back to back. `keys`: a part of the workloads' names, where the
-    figure has two families. Where the chapter has a record of the GPU of the published chart, it
-    shows that too: its own rungs (b1 and up; other rungs if none has a time) and its peers."""
+def redrawn(
+    chapter: Chapter, titles: Mapping[str, str], rungs: Sequence[str], finding: str
+) -> None:
+    """Show published charts of one direction redrawn (`published_charts.shares`), `titles` by
+    figure. Where the chapter has a record of the GPU of the published bars, it shows that too: its
+    own rungs (b1 and up; other rungs if none has a time) and its best baseline."""
     published = claims.published_figures(chapter.data_dir)
-    ours = chapter.rows(direction=figure_direction(figure), scope=tuple(results.TIMED))
+    published = published[published["figure"].isin(titles)]
+    way, names = figure_direction(next(iter(titles))), set(published["workload"])
     rows, there = (
-        x[(x["figure"] == figure) & x["workload"].str.contains(keys)]
-        for x in (ours, _on(chapter, published))
+        x[x["workload"].isin(names) & (x["direction"] == way)]
+        for x in (chapter.rows(direction=way, scope="sustained"), _on(chapter, published))
     )
-    timed, timed_there = (
-        dict.fromkeys(x["impl"][x["tflops"].notna() & (x["scope"] == "sustained")])
-        for x in (rows, there)
-    )
-    rungs_there = {impl for impl in timed_there if is_rung(impl)}
-    rungs_there = {impl for impl in rungs_there if impl.startswith("b")} or rungs_there
-    drawn_there = [x for x in timed_there if x in rungs_there or not is_rung(x)]
-    there = there[there["impl"].isin(drawn_there)]
-    chart = published_charts.figure_tflops(
-        rows, figure, gpu=chapter.gpu,
-        impls=[x for x in timed if x in rungs or not is_rung(x)],
-        published=published, there=None if there.empty else there,
+    timed = {impl for impl in there["impl"][there["tflops"].notna()] if is_rung(impl)}
+    timed = {impl for impl in timed if impl.startswith("b")} or timed
+    there = there[there["impl"].isin(timed) | ~there["impl"].map(is_rung).astype(bool)]
+    roofs = {name: bracket(workload(name), way, cost_model.ASSUMED).tflops_at_lower
+             for name in names}  # fmt: skip
+    chart = published_charts.shares(
+        rows, titles, rungs=[impl for impl in rungs if impl in set(rows["impl"])],
+        published=published, roofs=roofs, finding=finding, there=None if there.empty else there,
     )  # fmt: skip
-    chapter.figure(chart, measured=rows if there.empty else pd.concat([rows, there]))
+    chapter.figure(
+        chart, measured=rows if there.empty else pd.concat([rows, there]),
+        published="the charts of the publication", modelled="the roofline of a B200",
+    )  # fmt: skip
 
 
 def _on(chapter: Chapter, published: pd.DataFrame) -> pd.DataFrame:
@@ -205,15 +209,6 @@ def ahead(standing: pd.DataFrame) -> str:
     return spread(quotients.drop(alone.index)) + (f" ({'; '.join(notes)})" if notes else "")
 
 
-def named(impl: str, direction: str) -> str:
-    """An implementation's name on a page: "forward v8", "Blackwell forward b3", or the title of a
-    baseline."""
-    if not is_rung(impl):
-        return BASELINES[impl].title
-    number = impl.partition("_")[0]
-    return f"{'Blackwell ' * number.startswith('b')}{direction} {number}"
-
-
 def row(name: str) -> str:
     """A workload's name as a table's first column has it: self-attention goes without saying."""
     return short(name).removeprefix("self-")
@@ -222,7 +217,9 @@ def row(name: str) -> str:
 def shown(standing: pd.DataFrame, direction: str) -> pd.DataFrame:
     """`best` as a page shows it: a row for each workload, names in words, rates and shares without
     decimals."""
-    names = [[named(x, direction) for x in standing[f"best {kind}"]] for kind in ("rung", "peer")]
+    names = [
+        [display_name(x, direction) for x in standing[f"best {kind}"]] for kind in ("rung", "peer")
+    ]
     names[1] = [
         f"{name}, {source}" if source else name
         for name, source in zip(names[1], standing["open"], strict=True)

@@ -85,10 +85,11 @@ chapter.predict(
 # | name: fig-seven-ladder
 # | caption: >
 # |   **Two extra matmuls cost backward v1 less than they seem to: it keeps up with
-# |   FlashAttention-2.** TFLOP/s back to back; the two repeated matmuls do not count as useful.
+# |   FlashAttention-2.** Time of each rung on gdpa-self-full-1024, back to back; each tick leads
+# |   to its chapter. Dashed: libraries.
 # | alt: >
-# |   Bars of TFLOP/s. Backward v1 and FlashAttention-2 have nearly the same length; cuDNN and two
-# |   newer FlashAttentions are longer. All end well below the dashed line of the roofline.
+# |   An axis of milliseconds with a tick for each rung and dashed lines for the libraries. v1 and
+# |   FlashAttention-2 lie near each other at the right.
 chapter.ladder(V1, "backward")
 
 # %% [markdown]

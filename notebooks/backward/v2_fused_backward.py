@@ -47,11 +47,11 @@ chapter.glue(loops=loops[V1] / loops[V2])
 # %% tags=["remove-input"]
 # | name: fig-five-ladder
 # | caption: >
-# |   **Backward v2 gains less than two saved matmuls promise.** TFLOP/s on full batches of 1,024
-# |   tokens, back to back.
+# |   **Backward v2 gains less than two saved matmuls promise.** Time of each rung on gdpa-self-
+# |   full-1024, back to back; each tick leads to its chapter. Dashed: libraries.
 # | alt: >
-# |   Bars of TFLOP/s. v2 is about a quarter longer than v1 and FlashAttention-2; cuDNN and two
-# |   newer FlashAttentions are longer still. All end below the dashed line of the roofline.
+# |   An axis of milliseconds with a tick for each rung and dashed lines for the libraries. v2
+# |   lies left of v1; cuDNN and two newer FlashAttentions lie further left.
 chapter.ladder(V2, "backward")
 
 # %% [markdown]

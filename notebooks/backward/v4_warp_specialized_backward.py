@@ -46,12 +46,12 @@ chapter.glue(over_v2=loops[V2] / loops[V4])
 # %% tags=["remove-input"]
 # | name: fig-bw4-ladder
 # | caption: >
-# |   **Backward v4 comes within 2 % of FlashAttention-3 and of FlashAttention-4's dense form on
-# |   full batches of 1,024 tokens, and is faster than all else.** The backward ladder up to v4,
-# |   back to back.
+# |   **Backward v4 comes within 2 % of FlashAttention-3 and of FlashAttention-4's dense form, and
+# |   is faster than all else.** Time of each rung on gdpa-self-full-1024, back to back; each tick
+# |   leads to its chapter. Dashed: libraries.
 # | alt: >
-# |   Bars of TFLOP/s. v4, both forms of FlashAttention-3 and the dense FlashAttention-4 have nearly
-# |   the same length; FlashAttention-4 and cuDNN follow; v2 is well behind.
+# |   An axis of milliseconds with a tick for each rung and dashed lines for the libraries. v4
+# |   lies beside FlashAttention-3 and -4 at the left, v2 well to the right.
 chapter.ladder(V4, "backward")
 
 # %% [markdown]

@@ -37,7 +37,6 @@ from gdpa_lab.measuring import compile_check, timing
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.style import RUNG_COLOURS
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -367,12 +366,11 @@ chapter.predict(
 # | alt: >
 # |   A dot plot, a row for each workload, a mark for each kernel, and a line at 1 for v6. All marks
 # |   lie right of the line.
-named = {V4: "backward v4", V5: "backward v5", "fa2_varlen": "FA2", "cudnn": "cuDNN"}
+named = {V4: "backward v4", V5: "backward v5", "fa2_varlen": "FlashAttention-2", "cudnn": "cuDNN"}
 shown = over[list(named)].rename(columns=named, index=short)
 assert shown.min(axis=None) > 1, "the caption says so"
 assert set(rows["impl"]) == {*named, V6}, "the text: no others were timed"
-chart = charts.dots(shown, xlabel="time over that of backward v6",
-                    colours=[RUNG_COLOURS[n] for n in (4, 5, 3, 1)])  # fmt: skip
+chart = charts.dots(shown, xlabel="time over that of backward v6")
 chapter.figure(chart, measured=rows)
 
 # %% [markdown]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch
 
-from gdpa_lab.report.style import INK, PAGE, RUNG_COLOURS, SMALL, Figure, canvas, drawn, wrapped
+from gdpa_lab.report.style import INK, PAGE, SERIES, SMALL, Figure, canvas, drawn, wrapped
 
 BARRIERS = {
     "1": "p.full", "2": "ds.for_dk.full", "3": "ds.peer.full", "4 and 5": "ds.for_dq.full",
     "6": "dq.full", "7": "dq.empty",
 }  # fmt: skip
 """The barrier on which the messages of these numbers arrive."""
-_MATH, _STORED, _MMA, _OUTPUT = (RUNG_COLOURS[i] for i in (1, 2, 3, 4))
+_MATH, _STORED, _MMA, _OUTPUT = (SERIES[i] for i in (0, 2, 1, 3))
 
 
 @drawn

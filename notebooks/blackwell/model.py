@@ -26,7 +26,6 @@ from gdpa_lab.measuring.roofline import Ceilings, bracket
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, claims, clock_free, predictions, results
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.style import RUNG_COLOURS
 from notebooks.blackwell import _tile_law, _two_ctas
 
 # %% tags=["parameters"]
@@ -77,7 +76,7 @@ short = over.set_axis(over.index.str.removeprefix("gdpa-"))
 # |   A dot plot over twelve workloads. Points of the unit ledger lie near one, except half-full
 # |   batches of 256 at 0.78. Points of the roofline lie between 0.94 and 1.77, most well above one.
 chapter.figure(
-    charts.dots(short, xlabel="modelled / published", colours=RUNG_COLOURS[1:3]),
+    charts.dots(short, xlabel="modelled / published",),
     data=over.reset_index(names="workload"), modelled="the unit ledger and the roofline under "
     "assumed ceilings, over the published bars of a B200",
 )  # fmt: skip

@@ -26,7 +26,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from _lib import block_studies, studies
+from _lib import block_studies, drawings, studies
 from gdpa_kernels.block_attention.kernels import b1_warp_specialized, v1_one_tile
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa.device import pair_steps
@@ -42,7 +42,7 @@ from gdpa_lab.measuring import compile_check, cost_model
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, clock_free, predictions
 from gdpa_lab.report.chapter import Chapter
-from notebooks.blackwell import _columns, _protocol
+from notebooks.blackwell import _protocol
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -223,9 +223,12 @@ ROWS = {
     "dP of step i+1": [(0, 128, "free", STAYS), (128, 256, "dP(i+1)", WRITTEN), dv, dk],
 }  # fmt: skip
 chapter.figure(
-    _columns.over_time(ROWS, [STAYS, MATH, WRITTEN]),
+    drawings.segments(
+        ROWS, [STAYS, MATH, WRITTEN], xlabel="column of tensor memory",
+        ticks={n: str(n) for n in range(0, 513, 128)},
+    ),
     computed="the order of MMAs in the source of b3, head_dim 128",
-)
+)  # fmt: skip
 
 # %% [markdown]
 # MMAs of one thread run in the order of their issue, so most waits can be left out:

@@ -22,13 +22,12 @@ import re
 import pandas as pd
 import torch
 
-from _lib import studies
+from _lib import drawings, studies
 from gdpa_kernels.gdpa.device.polynomial import POLYNOMIALS
 from gdpa_kernels.gdpa.ladder import b1_tensor_memory, b2_two_tiles, b3_stream, b4_mixed
 from gdpa_lab.measuring import compile_check
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
-from notebooks.blackwell import _columns
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -53,17 +52,18 @@ chapter.glue(columns=compile_check.TENSOR_COLUMNS)
 # |   each, and O 0 and O 1 the right half.
 ONE, TWO = [(128, 256, "O", "O")], [(256, 384, "O 0", "O"), (384, 512, "O 1", "O")]
 chapter.figure(
-    _columns.over_time(
+    drawings.segments(
         {
             "forward b1: S complete": [(0, 128, "S", "S"), *ONE],
             "forward b1: P stored": [(0, 64, "P", "P"), *ONE],
             "forward b2 to b4: S complete": [(0, 128, "S 0", "S"), (128, 256, "S 1", "S"), *TWO],
             "forward b2 to b4: P stored": [(0, 64, "P 0", "P"), (128, 192, "P 1", "P"), *TWO],
         },
-        ["O", "S", "P"],
+        ["O", "S", "P"], xlabel="column of tensor memory",
+        ticks={n: str(n) for n in range(0, 513, 128)},
     ),
     computed="the allocations in the source of the four kernels, head_dim 128",
-)
+)  # fmt: skip
 
 # %% [markdown]
 # ## Accumulators leave the registers
@@ -107,16 +107,19 @@ chapter.roles("b1_tensor_memory")
 # %% tags=["remove-input"]
 # | name: fig-b1-timeline
 # | caption: >
-# |   **In Blackwell forward b1 the tensor core waits for every activation.** One tile of 128
-# |   queries and three blocks of keys. Modelled cycles, on the scale of the next two figures.
+# |   **In Blackwell forward b1 the tensor core waits for every activation; two tiles close the
+# |   gaps, one stream those between items.** Modelled cycles of the tensor core, idle shaded: b1
+# |   has one tile of 128 queries and three blocks of keys, b2 two tiles, b3 two items of two
+# |   tiles each.
 # | alt: >
-# |   A timeline. The tensor core's lane alternates between short MMAs and gaps as long as the
-# |   computations in the lane of math.
+# |   Three lanes of MMAs on one axis. In b1 short MMAs alternate with long gaps. In b2 gaps are
+# |   left at both ends alone, in b3 the two items meet in the middle with a short one.
 picture = studies.batch((256,), (384,), heads=2)
 traces = {name: studies.timeline(module, picture, **BLACKWELL) for name, module in RUNGS.items()}
-END = max(event.end for event in traces["b3"].events)
-drawn = {name: trace.svg(width=760, end=END) for name, trace in traces.items() if name != "b4"}
-chapter.figure(drawn["b1"], emulated="b1 for sm_100, modelled cycles")
+drawn = {f"Blackwell forward {name}": traces[name] for name in ("b1", "b2", "b3")}
+chapter.figure(
+    drawings.timelines(drawn, core_alone=True), emulated="b1 to b3 for sm_100, modelled cycles"
+)
 
 # %% tags=["remove-input"]
 studies.stepper(
@@ -141,16 +144,6 @@ chapter.code(b2_two_tiles.mma, "for block in")
 # P is handed over in slices of 64 columns, each with a barrier, so that P V starts while the second
 # half of the activation runs.
 
-# %% tags=["remove-input"]
-# | name: fig-b2-timeline
-# | caption: >
-# |   **With two tiles the gaps close, except at both ends.** Blackwell forward b2, two tiles of 128
-# |   queries and three blocks of keys.
-# | alt: >
-# |   A timeline with two math lanes that work in turn. The tensor core's lane has almost no gaps
-# |   in the middle, and long ones at the beginning and at the end.
-chapter.figure(drawn["b2"], emulated="b2 for sm_100, modelled cycles")
-
 # %% [markdown]
 # S of the next block is issued while P V that reads the P under it may still run. No barrier is
 # needed: MMAs of one thread run in the order of their issue.
@@ -162,16 +155,6 @@ chapter.figure(drawn["b2"], emulated="b2 for sm_100, modelled cycles")
 # b3 makes the programs {term}`persistent <persistent kernel>`, with the work list of forward v8:
 # after the last P V of a tile comes the first S of the next item, for which `mma` waits for its Q.
 # `load` overwrites Q after `q.empty`, on which the commit of the item's last S arrives.
-
-# %% tags=["remove-input"]
-# | name: fig-b3-timeline
-# | caption: >
-# |   **In Blackwell forward b3 the MMAs of the next item follow with a short gap.** Two items of
-# |   two tiles each, three blocks of keys. The items meet in the middle.
-# | alt: >
-# |   A timeline. The tensor core's lane goes on from one item to the next with a short gap, while
-# |   the math lanes read O and store the output.
-chapter.figure(drawn["b3"], emulated="b3 for sm_100, one SM, modelled cycles")
 
 # %% [markdown]
 # The next item's P V overwrites O, and no barrier tells `mma` that the old O was read. None is

@@ -8,11 +8,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from gdpa_lab.report.style import INK, PAGE, RUNG_COLOURS, Figure, canvas
+from gdpa_lab.report.style import INK, PAGE, SERIES, Figure, canvas
 
 THREADS = 4
 """Threads that share a row of a wgmma accumulator."""
-_SHADES = tuple(RUNG_COLOURS[i] for i in (1, 3, 2, 4))
+_SHADES = tuple(SERIES[i] for i in range(4))
 
 
 def owner(column: int) -> int:

@@ -51,9 +51,7 @@ chapter = Chapter("block/counting_bytes", mode=mode, device=device, data_dir=dat
 # | alt: >
 # |   Five rows of boxes. Forward: four boxes for one tile, the same and a sliver for the general
 # |   design. Backward: seven boxes for one tile, nine with D, thirteen in three groups for v0.
-chapter.figure(
-    block_bytes.boxes(DESIGNS, main, "backward, one tile"), modelled="drawn from the lists above"
-)
+chapter.figure(block_bytes.boxes(DESIGNS, main), modelled="drawn from the lists above")
 
 # %% [markdown]
 # ## FLOPs per byte
@@ -222,7 +220,7 @@ bars["bar"] = bars["direction"] + ", fill " + bars["fill"].astype(str)
 shown = bars.pivot(index="max_seqlen", columns="bar", values="speedup_vs_fa2_jfa")
 shown.index //= 1000
 chart = charts.lines(shown, xlabel="largest length (thousand tokens)", ylabel="times as fast",
-                     highlight=["backward, fill 0.7"],
+                     highlight=["backward, fill 0.7", "forward, fill 0.7"],
                      levels={"what bytes allow, backward": allowed["backward"]})  # fmt: skip
 chapter.figure(chart, data=bars, published="NVIDIA B200, siso2026block, table 6, read from bars")
 for way in rate:

@@ -28,7 +28,6 @@ from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.peers import bytes_of_two, checked
 from gdpa_lab.report.results import TIMED
-from gdpa_lab.report.style import RUNG_COLOURS
 from notebooks.block._rotary_alone import measure_rotary
 
 TABLE5, NARROW = workload("block-fill70-2000"), workload("block-fill70-2000-d64")
@@ -145,7 +144,6 @@ chapter.predict(f"{text} backward pass.", fa2["backward"], least=3.3, most=4.0, 
 chapter.figure(
     charts.dots(
         shown, xlabel="% of the rate of a copy", levels={"copy": 100},
-        colours=(RUNG_COLOURS[1], RUNG_COLOURS[3]),
     ),
     measured=of_five[of_five["workload"] == TABLE5.name],
 )  # fmt: skip

@@ -66,6 +66,16 @@ assert gap["forward"] < 0.05 < 0.5 < gap["backward"], "the caption"
 assert 50 < bound["backward", 128] < 60, "the caption: little more than half"
 
 # %% tags=["remove-input"]
+# | name: fig-b-v0-ladder
+# | caption: >
+# |   **Block v0 on the ladder.** Time of the backward pass of each rung on block-fill70-2000, back
+# |   to back; each tick leads to its chapter. Dashed: libraries.
+# | alt: >
+# |   An axis of milliseconds with a tick for each rung, that of v0 thick, and dashed lines for the
+# |   libraries.
+chapter.ladder("v0_flash", "block")
+
+# %% tags=["remove-input"]
 # | name: fig-bv0-share
 # | caption: >
 # |   **Block v0 falls short of what its bytes allow in the forward pass, and its bytes allow little

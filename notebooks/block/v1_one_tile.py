@@ -29,7 +29,6 @@ from gdpa_kernels.block_attention.ladder import v0_flash
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.style import RUNG_COLOURS
 from notebooks.block import _eliminations
 
 WORK = {128: workload("block-fill70-2000"), 64: workload("block-fill70-2000-d64")}
@@ -111,6 +110,16 @@ INNER, OUTER = "heads inner, 4 warps", "heads outer, 4 warps"
 order = [us[way, dim, V1, INNER] / us[way, dim, V1, OUTER] for way in WAYS for dim in WORK]
 
 # %% tags=["remove-input"]
+# | name: fig-b-v1-ladder
+# | caption: >
+# |   **Block v1 on the ladder.** Time of the backward pass of each rung on block-fill70-2000, back
+# |   to back; each tick leads to its chapter. Dashed: libraries.
+# | alt: >
+# |   An axis of milliseconds with a tick for each rung, that of v1 thick, and dashed lines for the
+# |   libraries.
+chapter.ladder("v1_one_tile", "block")
+
+# %% tags=["remove-input"]
 # | name: fig-bv1-put-back
 # | caption: >
 # |   **A second pass costs about its bytes, and the accumulation costs time without any.** Time
@@ -121,7 +130,8 @@ order = [us[way, dim, V1, INNER] / us[way, dim, V1, OUTER] for way in WAYS for d
 # |   all lie to the right. Backward delta kernel, two passes and all lie to the right, near what
 # |   the bytes say or beyond it.
 chart = charts.dots(
-    put_back, xlabel="time / time with none", colours=[RUNG_COLOURS[1]] * 2 + [RUNG_COLOURS[3]]
+    put_back,
+    xlabel="time / time with none",
 )
 chapter.figure(chart, measured=chapter.rows(impl=STUDY, variant=None))
 

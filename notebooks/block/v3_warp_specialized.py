@@ -24,7 +24,7 @@ from dataclasses import replace
 import pandas as pd
 import torch
 
-from _lib import block_studies, loops, studies
+from _lib import block_studies, drawings, loops, studies
 from gdpa_kernels.block_attention import slots
 from gdpa_kernels.block_attention.kernels import v1_one_tile
 from gdpa_kernels.block_attention.kernels import v3_warp_specialized as v3
@@ -87,6 +87,16 @@ chapter.glue(
     faster_v1=100 * (1 / over_v1["backward 128"] - 1),
     forward_more=100 * (over_v1["forward 128"] - 1),
 )  # fmt: skip
+
+# %% tags=["remove-input"]
+# | name: fig-b-v3-ladder
+# | caption: >
+# |   **Block v3 on the ladder.** Time of the backward pass of each rung on block-fill70-2000, back
+# |   to back; each tick leads to its chapter. Dashed: libraries.
+# | alt: >
+# |   An axis of milliseconds with a tick for each rung, that of v3 thick, and dashed lines for the
+# |   libraries.
+chapter.ladder("v3_warp_specialized", "block")
 
 # %% tags=["remove-input"]
 # | name: fig-roles-slots
@@ -215,18 +225,35 @@ chapter.roles("v3_warp_specialized", "block_attention")
 # ### Tiles that are dead hold the results
 #
 # {term}`TMA` stores from {term}`shared memory`, so results need room there. When a result is ready,
-# some tile of its item is *dead*: no later step reads it, and it has the same shape. In the
-# backward pass:
-#
-# | when | grad_out | Q | K | V | 8 KiB apart |
-# |:--|:--|:--|:--|:--|:--|
-# | the loads have landed | grad_out | Q | K | V | |
-# | $S = Q K^T$ and $dP = dO\, V^T$ are done | grad_out | Q | K | *dead* | |
-# | softmax | grad_out | Q | K | P | dS |
-# | $dV = P^T dO$ is done | *dead* | Q | K | **dV** | dS |
-# | $dQ = dS\, K$ is done | **dQ** | Q | *dead* | **dV** | dS |
-# | $dK = dS^T Q$ is done | **dQ** | *dead* | **dK** | **dV** | *dead* |
-#
+# some tile of its item is *dead*: no later step reads it, and it has the same shape.
+
+# %% tags=["remove-input"]
+# | name: fig-roles-dead
+# | caption: >
+# |   **Every result of the backward pass finds a tile that nobody reads any more.** The tiles of an
+# |   item from left to right, as its five MMAs end; only dS has room of its own.
+# | alt: >
+# |   Five rows over six steps. The tile of V turns dead after S and dP, then holds P, then dV. That
+# |   of grad_out turns dead after dV and holds dQ; that of K turns dead after dQ and holds dK.
+steps = ["loads landed", "S, dP done", "softmax", "dV done", "dQ done", "dK done"]
+chapter.figure(
+    drawings.segments(
+        {
+            "V's tile": [(0, 1, "V", "read"), (1, 2, "dead", "dead"), (2, 3, "P", "between MMAs"),
+                         (3, 6, "dV", "a result")],
+            "grad_out's": [(0, 3, "grad_out", "read"), (3, 4, "dead", "dead"),
+                           (4, 6, "dQ", "a result")],
+            "K's": [(0, 4, "K", "read"), (4, 5, "dead", "dead"), (5, 6, "dK", "a result")],
+            "Q's": [(0, 5, "Q", "read"), (5, 6, "dead", "dead")],
+            "8 KiB apart": [(2, 5, "dS", "between MMAs"), (5, 6, "dead", "dead")],
+        },
+        ["read", "between MMAs", "a result", "dead"],
+        ticks=dict(enumerate(steps)),
+    ),
+    computed="the stores in the source of math_backward",
+)  # fmt: skip
+
+# %% [markdown]
 # A slot has one consumer. Two consumers that share three slots would need a wait that tells "not
 # yet filled" from "filled twice", and an {term}`mbarrier` shows only the {ref}`parity
 # <rule-phases>` of its phase. `Config` refuses such variants, which failed on the H200 in some of

@@ -32,7 +32,6 @@ from gdpa_lab.measuring import compile_check, system
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.style import RUNG_COLOURS
 from notebooks.block import _layouts
 
 # %% tags=["parameters"]
@@ -68,7 +67,7 @@ of_copy = of_copy.loc[list(WAYS.values()), DIRECTIONS].sort_values("backward")
 chapter.figure(
     charts.dots(
         of_copy, xlabel="% of the rate of a copy",
-        levels={"copy": 100}, colours=(RUNG_COLOURS[1], RUNG_COLOURS[3]),
+        levels={"copy": 100},
     ),
     measured=shown,
 )  # fmt: skip

@@ -48,11 +48,12 @@ floor, half_floor = (roofline.bracket(w, "forward", limits).lower_us / 1e3 for w
 # %% tags=["remove-input"]
 # | name: fig-v0-ladder
 # | caption: >
-# |   **Forward v0 reaches about a tenth of the roofline.** TFLOP/s back to back on
-# |   gdpa-self-full-1024, beside what one could install instead. Dashed: the roofline.
+# |   **Forward v0 takes several times as long as what one could install instead.** Time of each
+# |   rung on gdpa-self-full-1024, back to back; each tick leads to its chapter. Dashed:
+# |   libraries.
 # | alt: >
-# |   Horizontal bars of TFLOP/s. v0 is the shortest bar at about a tenth of the roofline; the
-# |   kernels that compute softmax are several times longer.
+# |   An axis of milliseconds with a tick for each rung and dashed lines for the libraries. v0
+# |   stands beyond the right end.
 chapter.ladder(V0)
 
 # %% [markdown]

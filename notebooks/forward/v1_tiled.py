@@ -54,11 +54,12 @@ def _(session):
 # %% tags=["remove-input"]
 # | name: fig-v1-ladder
 # | caption: >
-# |   **Forward v1 is several times as fast as forward v0 and passes FlashAttention-2.** Bars:
-# |   TFLOP/s back to back on gdpa-self-full-1024. Dashed: the roofline.
+# |   **Forward v1 is several times as fast as forward v0 and passes FlashAttention-2.** Time of
+# |   each rung on gdpa-self-full-1024, back to back; each tick leads to its chapter. Dashed:
+# |   libraries.
 # | alt: >
-# |   Horizontal bars of TFLOP/s. The bar of v1 is several times as long as that of v0, longer
-# |   than that of FlashAttention-2 and shorter than that of dense cuDNN.
+# |   An axis of milliseconds with a tick for each rung and dashed lines for the libraries. v1
+# |   lies left of FlashAttention-2 and right of cuDNN.
 chapter.ladder(V1)
 
 # %% [markdown]

@@ -25,6 +25,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tritonemu
+from _lib import drawings
 from gdpa_kernels.device import ragged
 from gdpa_kernels.device.ragged import load_rows, ragged_descriptor
 from gdpa_kernels.gdpa.kernels import v1_tiled
@@ -52,6 +53,16 @@ chapter.glue(
     gain_min=gain.min(axis=None), gain_max=gain.max(axis=None), any=ragged.ANY,
     cudnn_least=1 / dense.max(), cudnn_most=1 / dense.min(),
 )  # fmt: skip
+
+# %% tags=["remove-input"]
+# | name: fig-v2-ladder
+# | caption: >
+# |   **Forward v2 on the ladder.** Time of each rung on gdpa-self-full-1024, back to back; each
+# |   tick leads to its chapter. Dashed: libraries.
+# | alt: >
+# |   An axis of milliseconds with a tick for each rung, that of v2 thick, and dashed lines for the
+# |   libraries.
+chapter.ladder("v2_tma")
 
 # %% tags=["remove-input"]
 # | name: fig-v2-shapes
@@ -82,8 +93,33 @@ chapter.figure(
 #
 # Our tensors are packed, `[total, num_heads, head_dim]`, and an obvious {term}`descriptor` has
 # exactly these sizes. It clips at `total`. A sequence of three rows, loaded in a box of eight, then
-# brings five rows of its neighbours. We load both ways in the emulator and compute an output, P V,
-# from all eight:
+# brings five rows of its neighbours:
+
+# %% tags=["remove-input"]
+# | name: fig-v2-boxes
+# | caption: >
+# |   **A descriptor of the whole tensor brings a neighbour's rows; the one of this book brings
+# |   zeros.** Sixteen rows of a packed tensor, and the eight that two descriptors load from row 5.
+# | alt: >
+# |   Three strips. The first has rows 0 to 4, 5 to 7 and 8 to 15 of three sequences. In the second
+# |   the box from row 5 has three rows of the sequence and five of its neighbour, in the third
+# |   three rows of the sequence and five zeros.
+OWN, OTHER = "the sequence", "its neighbours"
+chapter.figure(
+    drawings.segments(
+        {
+            "rows in memory": [(0, 5, "another", OTHER), (5, 8, "its rows", OWN),
+                               (8, 16, "another", OTHER)],
+            "box, of the tensor": [(5, 8, "its rows", OWN), (8, 13, "another's", OTHER)],
+            "box, of this book": [(5, 8, "its rows", OWN), (8, 13, "zeros", "filled in")],
+        },
+        [OTHER, OWN, "filled in"], ticks={n: str(n) for n in (0, 5, 8, 13, 16)}, xlabel="row",
+    ),
+    computed="a batch of 16 rows; the table below runs both loads",
+)  # fmt: skip
+
+# %% [markdown]
+# We load both ways in the emulator and compute an output, P V, from all eight:
 
 # %% tags=["hide-input"]
 total, start, length = 16, 5, 3

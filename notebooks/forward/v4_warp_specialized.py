@@ -49,6 +49,16 @@ peak = results.ceilings(chapter.record(of_full["record"].max()), "sustained").tf
 ideal = 4 * 128**3 * 132 / peak / 1e6  # of a block, in µs of an SM
 
 # %% tags=["remove-input"]
+# | name: fig-v4-ladder
+# | caption: >
+# |   **Forward v4 on the ladder.** Time of each rung on gdpa-self-full-1024, back to back; each
+# |   tick leads to its chapter. Dashed: libraries.
+# | alt: >
+# |   An axis of milliseconds with a tick for each rung, that of v4 thick, and dashed lines for the
+# |   libraries.
+chapter.ladder("v4_warp_specialized")
+
+# %% tags=["remove-input"]
 # | name: fig-v4-blocks
 # | caption: >
 # |   **Short tiles are dearer in forward v4 than in forward v2, long ones are not.** Time of a tile

@@ -52,9 +52,11 @@ chapter.glue(
 # | name: fig-v5-ladder
 # | caption: >
 # |   **Forward v5 is a little faster than forward v4 and forward v2, and cuDNN is still ahead.**
-# |   TFLOP/s back to back on gdpa-self-full-1024. Dashed: the roofline.
+# |   Time of each rung on gdpa-self-full-1024, back to back; each tick leads to its chapter.
+# |   Dashed: libraries.
 # | alt: >
-# |   Horizontal bars of TFLOP/s. v5 is a little longer than v4 and v2; cuDNN is longer still.
+# |   An axis of milliseconds with a tick for each rung and dashed lines for the libraries. v5
+# |   lies a little left of v4 and v2, and cuDNN left of it.
 chapter.ladder(V5)
 
 # %% [markdown]

@@ -88,11 +88,12 @@ chapter.glue(loop_min=100 * (loops.min() - 1), loop_max=100 * (loops.max() - 1))
 # %% tags=["remove-input"]
 # | name: fig-v7-ladder
 # | caption: >
-# |   **Forward v7 passes cuDNN's softmax attention, as the first of the ladder by a clear margin.**
-# |   TFLOP/s back to back on gdpa-self-full-1024. Dashed: the roofline.
+# |   **Forward v7 passes cuDNN's softmax attention, as the first of the ladder by a clear
+# |   margin.** Time of each rung on gdpa-self-full-1024, back to back; each tick leads to its
+# |   chapter. Dashed: libraries.
 # | alt: >
-# |   Horizontal bars of TFLOP/s for v0 to v7 and the baselines, with the dashed line of the
-# |   roofline. v7 is the longest bar of the rungs.
+# |   An axis of milliseconds with a tick for each rung and dashed lines for the libraries. v7
+# |   lies left of cuDNN and of every rung but v8.
 chapter.ladder(V7)
 
 # %% [markdown]
@@ -174,16 +175,18 @@ kinds = {k: front[front.index.str.startswith(k.lower())] for k in ("GELU", "SiLU
 # %% tags=["remove-input"]
 # | name: fig-aa-front
 # | caption: >
-# |   **Whatever is faster than one tanh is less accurate.** Accuracy and speed in registers.
-# |   Dashed: what the tensor cores need at head_dim 128 and 64. Dotted: the two bounds.
-# |   `gelu_taylor6`, at the right edge, has none.
+# |   **Whatever is faster than one tanh is less accurate.** Accuracy and speed in registers. The
+# |   lines join the sequences than which none is faster and as accurate; the others are grey.
+# |   Dashed: what the tensor cores need. Shaded: beyond the bound of 2⁻¹⁰, with `gelu_taylor6`,
+# |   which has no bound, at the edge.
 # | alt: >
-# |   Scatter plot of elements a clock over the largest error, logarithmic, in two groups, GELU and
-# |   SiLU. More accurate polynomials are slower. One tanh lies far left.
+# |   Scatter plot of elements a clock over the largest error, logarithmic, with a rising line each
+# |   for GELU and SiLU. More accurate polynomials are slower. One tanh lies far left.
 chapter.figure(
     rare_charts.scatter(
         kinds, xlabel="largest error / |x|", ylabel="elements per clock and SM",
-        levels={"head_dim 128": 8, "head_dim 64": 16}, limits={"2⁻¹⁰": 2.0**-10, "2⁻¹²": 2.0**-12},
+        levels={"hidden behind the MMAs at head_dim 128": 8, "at head_dim 64": 16},
+        most=("not accurate enough", 2.0**-10),
     ),
     measured=gates.holders("repeat"),
 )  # fmt: skip

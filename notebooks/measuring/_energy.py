@@ -13,7 +13,8 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from gdpa_lab.measuring.cost_model import Chip
 from gdpa_lab.measuring.record import Record
 from gdpa_lab.report import style
-from gdpa_lab.report.style import DASHED, GREY, INK, RUNG_COLOURS, Figure, canvas
+from gdpa_lab.report.roles import palette
+from gdpa_lab.report.style import DASHED, GREY, INK, Figure, canvas
 
 
 @dataclass(frozen=True)
@@ -160,10 +161,10 @@ def at_the_wall(groups: Mapping[str, pd.DataFrame], law: Law) -> Figure:
     """Draw the clock over the share of tensor-core cycles in use, a mark for each row of a group;
     and the rate over that share, both relative to the workload's mean, with `law` and its interval,
     and a dashed line for a clock that does not answer."""
-    shades = (RUNG_COLOURS[3], RUNG_COLOURS[1], INK, RUNG_COLOURS[2])
+    shades = palette(groups)
     with canvas(1, 2, width=7.4, height=3.7) as (chart, (clock, rate)):
-        for (name, rows), shade, mark in zip(groups.items(), shades, "os^D", strict=False):
-            marks = {"marker": mark, "color": shade, "markersize": 4, "linestyle": "none"}
+        for (name, rows), mark in zip(groups.items(), "os^D", strict=False):
+            marks = {"marker": mark, "color": shades[name], "markersize": 4, "linestyle": "none"}
             clock.plot(100 * rows["busy"], rows["sm_clock_mhz"], label=name, **marks)
             points = law.points.loc[rows.index.intersection(law.points.index)]
             rate.plot(points["busy"], points["tflops"], **marks)

@@ -35,20 +35,27 @@ causes = wrong["cause"].value_counts()
 away = 100 * predictions["margin"].abs()  # of the limit; none beside a limit of 0
 on_axis = away.where(away > 0).dropna().clip(lower=0.1)
 rows = predictions["cause"].where(predictions["word"] == "refuted", "confirmed")[on_axis.index]
-shown = pd.DataFrame({"row": pd.Categorical(rows, [*causes.index, "confirmed"]), "value": on_axis})
+order = pd.Categorical(rows, [*causes.index, "confirmed"])
+shown = pd.DataFrame({"row": order, "value": on_axis.where(rows != "confirmed", -on_axis)})
+worst = on_axis[rows != "confirmed"].nlargest(3)
+halfway = on_axis[rows != "confirmed"].median()
 
 # %% tags=["remove-input"]
 # | name: fig-got-wrong
 # | caption: >
 # |   **Most misses are near misses, and what memory does is the most frequent cause.** How far each
 # |   prediction lies from its nearest limit, as a share of the limit: outside it for the refuted
-# |   ones, by cause; inside it for the confirmed ones, grey.
+# |   ones, by cause, the two most frequent in colour; inside it, to the left, for the confirmed.
 # | alt: >
-# |   Rows of dots on a logarithmic axis. Most refuted predictions are a few to some tens of per
-# |   cent outside; a handful are off by their own size or more. The grey row at the bottom is the
-# |   longest.
-chart = rare_charts.swarm(shown.sort_values("row"), xlabel="distance from the limit (%)", log=True,
-                          grey=["confirmed"])  # fmt: skip
+# |   Rows of dots on an axis that is logarithmic on both sides of zero. Most refuted predictions
+# |   are a few to some tens of per cent outside; a handful are off by their own size or more. The
+# |   row of the confirmed ones, left of zero at the bottom, is the longest.
+chart = rare_charts.swarm(
+    shown.sort_values("row"), xlabel="distance from the limit (%): inside, outside", mirrored=True,
+    grey=[x for x in shown["row"].unique() if x not in causes.index[:2]],
+    levels={f"half of the misses: {halfway:.0f} %": halfway},
+    finding="Worst: " + ", ".join(f"{rows[n]} {x:,.0f} %" for n, x in worst.items()) + ".",
+)  # fmt: skip
 chapter.figure(
     chart, data=predictions.reset_index(), computed="the verdicts of all chapters, as built"
 )

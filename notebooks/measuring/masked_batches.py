@@ -32,6 +32,7 @@ from gdpa_lab.measuring.baselines import taking
 from gdpa_lab.measuring.workloads import MASKED, UNMASKED, workload
 from gdpa_lab.report import style
 from gdpa_lab.report.chapter import Chapter
+from gdpa_lab.report.roles import display_name
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -276,7 +277,7 @@ def compared(way: str) -> pd.DataFrame:
             FIXED: ours["tflops"][FIXED],
             "tickets": ours["tflops"][""],
             "baseline": np.nan if peer is None else peer["tflops"],
-            "which": "none" if peer is None else ratios.named(peer["impl"], way),
+            "which": "none" if peer is None else display_name(peer["impl"], way),
         }
     table = pd.DataFrame(lines).T.infer_objects()
     table["which"] = table["which"].str.replace("FlashAttention-", "FA")

@@ -25,7 +25,6 @@ from gdpa_kernels.gdpa.kernels import v8_own_waits as v8
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.style import RUNG_COLOURS
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -107,8 +106,7 @@ chapter.glue(
 # |   MovieLens lengths farthest. In the backward pass the shape with few keys and narrow heads is
 # |   farthest right; two of long sequences lie a little left.
 assert (ahead["backward"] < 1).sum() == 2, "the caption: two"
-chart = charts.dots(drawn.to_frame("best baseline / best kernel"), xlabel="times as fast",
-                    colours=RUNG_COLOURS[5:6])  # fmt: skip
+chart = charts.dots(drawn.to_frame("best baseline / best kernel"), xlabel="times as fast")
 chapter.figure(chart, measured=pd.concat(rows.values()))
 
 # %% [markdown]

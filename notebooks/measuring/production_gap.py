@@ -23,13 +23,14 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from _lib.ratios import named, row, spread
+from _lib.ratios import row, spread
 from gdpa_kernels.gdpa.ladder import v3_persistent as v3
 from gdpa_lab.measuring.baselines import taking
 from gdpa_lab.measuring.length_distributions import Full, Rounded, Sorted
 from gdpa_lab.measuring.workloads import FIGURES, workload
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
+from gdpa_lab.report.roles import display_name
 from notebooks.measuring import _widgets
 
 # %% tags=["parameters"]
@@ -158,7 +159,7 @@ law = {impl: [(1 + a / n) / (1 + a / 2048) for n in keys] for impl, a in start.i
 law = pd.DataFrame(law, index=[2048 // n for n in keys]).drop(columns="v1_tiled")
 chart = charts.lines(
     law, xlabel="times fewer keys than 2,048", ylabel="gap", log="x",
-    highlight=["fa4", "v8_own_waits"], names={impl: named(impl, "forward") for impl in law},
+    highlight=["fa4", "v8_own_waits"], names={impl: display_name(impl, "forward") for impl in law},
     points={8: "256 keys: a PFFN"},
 )  # fmt: skip
 assert law["fa4"].iloc[1:].gt(law.drop(columns="fa4").max(axis=1).iloc[1:]).all(), "the caption"
@@ -206,7 +207,7 @@ chapter.code(counts)
 table = pd.DataFrame(
     {"start of a tile (keys)": start, "fitted (%)": seen, "not fitted (%)": unseen}
 )
-table = table.rename(index=lambda impl: named(impl, "forward")).round(0)
+table = table.rename(index=lambda impl: display_name(impl, "forward")).round(0)
 chapter.table(
     table.reset_index(names="kernel"), name="tab-gap-fits",
     modelled="two constants of each kernel, fitted to full batches",
@@ -216,8 +217,8 @@ chapter.table(
 
 # %% tags=["remove-input"]
 _widgets.padding(
-    {named(impl, "forward"): constants for impl, constants in fits.items()},
-    {named(impl, "forward"): size for impl, size in SIZES.items()},
+    {display_name(impl, "forward"): constants for impl, constants in fits.items()},
+    {display_name(impl, "forward"): size for impl, size in SIZES.items()},
     longest=2048,
     lengths=workload("gdpa-self-ml1m-1024").seqlens_q[:60],
     origin="Constants fitted to full batches.",

@@ -35,7 +35,7 @@ from gdpa_lab.measuring import timing
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, page
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.style import RUNG_COLOURS
+from gdpa_lab.report.roles import display_name
 from notebooks.measuring import _needs, _repeats
 
 # %% tags=["parameters"]
@@ -89,8 +89,7 @@ us, rate, relative, low, high = (rates[column].unstack().loc[shown] for column i
 # |   small batch of length 256 lies far left. The host clock lies far right.
 run = chapter.record()
 chart = charts.dots(
-    relative, xlabel="apparent rate / ours", low=low, high=high,
-    colours=(RUNG_COLOURS[3], RUNG_COLOURS[2]), log=True,
+    relative, xlabel="apparent rate / ours", low=low, high=high, log=True,
 )  # fmt: skip
 chapter.figure(chart, data=rates.reset_index(), measured=[run.id])
 chapter.glue(
@@ -226,7 +225,8 @@ short = worst[worst["time_us"] < 2000]["slower"]
 # |   full self-attention at 1,024 and 2,048 lie several times as high.
 kind = worst["impl"].eq("v0_eager").map({True: "forward v0, waiting for memory", False: "others"})
 labelled = worst["slower"].rank(ascending=False) <= 3
-points = worst[["time_us", "slower"]].set_axis(worst["impl"].where(labelled, ""))
+names = worst["impl"].map(lambda impl: display_name(impl, "forward"))
+points = worst[["time_us", "slower"]].set_axis(names.where(labelled, ""))
 groups = dict(list(points.groupby(kind.to_numpy())))
 chart = rare_charts.scatter(groups, xlabel="time (µs)", ylabel="slowest over fastest record (%)")
 chapter.figure(

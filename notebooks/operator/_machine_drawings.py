@@ -10,10 +10,10 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from gdpa_lab.report.style import INK, RUNG_COLOURS
+from gdpa_lab.report.style import INK, SERIES
 
 WIDTH = 700
-BLUE, GREEN, ORANGE, VIOLET = (RUNG_COLOURS[i] for i in (1, 2, 3, 4))
+BLUE, GREEN, ORANGE, VIOLET = (SERIES[i] for i in (0, 2, 1, 3))
 _STYLE = f"""
 .gdpa-machine text {{ font: 12.5px "DejaVu Sans", Verdana, system-ui, sans-serif; fill: {INK} }}
 .gdpa-machine .small {{ font-size: 11px }}

@@ -58,7 +58,7 @@ chapter.figure(
     charts.lines(
         by_std, log="xy", xlabel="standard deviation of the scores", ylabel="relative L2 error",
         highlight=list(FORMULAS), ylim=(1e-8, 1e7),
-        points={0.25: "0.25", 1.0: "1", 128**0.5: "sqrt(128)"},
+        points={0.25: "std 0.25", 1.0: "std 1", 128**0.5: "std √128"},
     ),
     data=by_std.rename_axis("std").reset_index(), modelled="integrated in double precision",
 )  # fmt: skip

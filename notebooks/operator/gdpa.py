@@ -35,7 +35,8 @@ chapter = Chapter("operator/gdpa", mode=mode, device=device, data_dir=data_dir)
 # | name: fig-gdpa-uses
 # | caption: >
 # |   **One operator has three uses, which differ only in their lengths.** Score matrices of three
-# |   sequences with 6, 2 and 9 tokens: rows are queries, columns keys.
+# |   sequences with 6, 2 and 9 tokens: rows are queries, columns keys
+# |   ({doc}`how to read our figures <../../figures>`).
 # | alt: >
 # |   Three panels. Self-attention: squares of side 6, 2 and 9. PMA: rectangles of height 4 and
 # |   widths 6, 2 and 9. PFFN: rectangles of width 4 and heights 6, 2 and 9.

@@ -28,7 +28,6 @@ from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import WORKLOADS, workload
 from gdpa_lab.report import charts, claims
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.style import INK, RUNG_COLOURS
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -215,7 +214,8 @@ assert (config.BLOCK_M, config.BLOCK_N, PROGRAMS) == (128, 64, 264), "the captio
 chapter.figure(
     charts.dots(
         balance, xlabel="imbalance (1: no program waits)",
-        colours=(RUNG_COLOURS[3], RUNG_COLOURS[0], RUNG_COLOURS[1], INK),
+        finding=f"On real histories a padded list takes up to {balance['padded'].max():.1f} times "
+        f"as long, a zigzag one {balance['zigzag'].max():.2f}.",
     ),
     data=balance.rename_axis("workload").reset_index(),
     modelled="list_model.py: a tile costs one unit plus one per block of keys, an empty one 0.15",

@@ -14,10 +14,10 @@ from gdpa_lab.measuring.workload import DIRECTIONS
 from gdpa_lab.measuring.workloads import FIGURES, WORKLOADS, figure_direction
 from gdpa_lab.report import style
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.style import DASHED, GREY, RUNG_COLOURS, SMALL, Figure, canvas
+from gdpa_lab.report.style import DASHED, SERIES, SMALL, Figure, canvas
 
-SOURCES = {"measured, H200": (RUNG_COLOURS[1], "o"), "published, B200": (GREY, "s")}
-"""Colour and mark of what was measured here, and of what was published."""
+SOURCES = {"measured, H200": "full", "published, B200": "none"}
+"""Fill of the marks of what was measured here, and of what was published."""
 BLOCKS = [f"block-fill{fill}-{n}000" for fill in (70, 100) for n in range(1, 9)]
 SWEPT = ["v0_flash", "v1_one_tile", "v3_warp_specialized", block_tables.PEER]
 MAIN, PLAIN, ROTARY = "block-fill70-2000", "block-plain-1735537", "block-rotary-1735537"
@@ -76,7 +76,7 @@ class Charts:
         rows = self.rows[way][self.rows[way]["workload"].isin(names)]
         holds, differs = compared(*(lead[x] for x in lead))
         return Exhibit(
-            f"{kind} {way}, {fill}", f"{way}/results#fig-{kind}-{short}-{fill}",
+            f"{kind} {way}, {fill}", f"{way}/results#fig-self-{short}-full",
             *(lead[[x]].set_axis(["lead"], axis=1) for x in lead), holds, differs,
             tuple(dict.fromkeys(rows["record"])),
         )  # fmt: skip
@@ -194,7 +194,7 @@ def small_multiples(shown: Sequence[Exhibit], columns: int = 3) -> Figure:
         for axis in axes.flat[len(shown) :]:
             axis.remove()
         handles, labels = axes.flat[0].get_legend_handles_labels()
-        chart.legend(handles, labels, loc="outside lower right", ncols=style.columns(2))
+        chart.legend(handles, labels, loc="outside lower right", ncols=2)
         return chart
 
 
@@ -202,12 +202,13 @@ def _draw(axis: style.Axes, exhibit: Exhibit) -> None:
     ticks = list(exhibit.measured.index)
     is_row = str(ticks[0])[0].isdigit()  # lengths; names are no line
     sources = zip(SOURCES.items(), (exhibit.published, exhibit.measured)[::-1], strict=True)
-    for (source, (colour, mark)), table in sources:
+    for (source, fill), table in sources:
         for number, name in enumerate(table):
             values = table[name].reindex(ticks)
             axis.plot(
-                range(len(ticks)), values, marker=mark, color=colour, markersize=3.5,
-                linewidth=1.2 if is_row else 0, label="" if number else source,
+                range(len(ticks)), values, marker="o", color=SERIES[0], markersize=4,
+                fillstyle=fill, markeredgewidth=0.9, linewidth=1.2 if is_row else 0,
+                label="" if number else source,
             )  # fmt: skip
     axis.axhline(1, **DASHED)
     top = max(exhibit.measured.max().max(), exhibit.published.max().max())
@@ -218,7 +219,7 @@ def _draw(axis: style.Axes, exhibit: Exhibit) -> None:
     if len(exhibit.measured.columns) > 1:
         for name, text in _short_names(exhibit.measured).items():
             first = exhibit.measured[name].dropna().iloc[0]
-            style.note(axis, text, (0, first), (2, 5), fontsize=SMALL - 1, color=RUNG_COLOURS[1])
+            style.note(axis, text, (0, first), (2, 5), fontsize=SMALL - 1)
 
 
 def _short_names(table: pd.DataFrame) -> Mapping[str, str]:

@@ -24,7 +24,7 @@ from gdpa_lab.measuring import record
 from gdpa_lab.measuring.workloads import FIGURES, WORKLOADS
 from gdpa_lab.report import charts, claims, results, stand_ins
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.style import RUNG_COLOURS, is_rung
+from gdpa_lab.report.style import is_rung
 from notebooks.tools import _answers
 
 # %% tags=["parameters"]
@@ -56,8 +56,7 @@ records = sorted({x for ids in judged["ours_record"] for x in ids.split(", ") if
 ratios = _answers.plotted(judged, "ratio").astype(float)
 chapter.figure(
     charts.dots(
-        ratios, xlabel="our largest ratio / the published one", log=True,
-        colours=RUNG_COLOURS[1:4], missing="no ratio",
+        ratios, xlabel="our largest ratio / the published one", log=True, missing="no ratio",
     ),
     data=_answers.told(judged, shown), measured=records,
 )  # fmt: skip

@@ -79,7 +79,7 @@ chapter.figure(
 # ## A series that was plotted twice
 #
 # In the chart of the cross-attention *backward* pass the bars of FlashAttention-4 equal those of
-# the *forward* chart ({numref}`fig-cross-fwd-full`), within the error of reading bars. Over the
+# the *forward* chart, within the error of reading bars. Over the
 # bars of the forward pass they are {glue:text}`suspect`, those of all other kernels and charts
 # {glue:text}`rest`. So every factor over FlashAttention-4 in that chart has no basis.
 #

@@ -151,7 +151,7 @@ def queue(call_us: float, kernel_us: float, count: int = 5) -> pd.DataFrame:
 call_us = new["gdpa-cross-full-512"]
 panels = {"kernels half as long as calls": queue(call_us, call_us / 2),
           "kernels twice as long as calls": queue(call_us, 2 * call_us)}  # fmt: skip
-chart = drawings.gantt(panels, xlabel="µs", hue="v1_tiled")
+chart = drawings.gantt(panels, xlabel="µs")
 chapter.figure(chart, modelled="a queue between host and device")
 
 # %% [markdown]

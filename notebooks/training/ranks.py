@@ -166,7 +166,7 @@ DRAWN = {"576 rows a rank, balanced": ("DDP, twice the rows", "balanced")}
 DEALT = {"balanced": "balanced", "order": "as they come", "sorted": "sorted"}
 DRAWN |= {f"128 long rows, {text}": ("128 rows a rank", deal) for deal, text in DEALT.items()}
 panels = {title: trace(*arguments) for title, arguments in DRAWN.items()}
-chart = drawings.gantt(panels, xlabel="ms", hue="v1_tiled")
+chart = drawings.gantt(panels, xlabel="ms")
 waits = panels["128 long rows, sorted"]
 assert waits["time"].iloc[-1] > 0.5 * waits["time"].iloc[0], "the caption says so"
 assert 2 < waits["time"].iloc[0] / waits["time"].iloc[1] < 3, "the alt text says so"
@@ -243,7 +243,7 @@ columns = ["lane", "start", "time", "label"]
 panels = {"static shares: 8": pd.DataFrame(static + held, columns=columns),
           "a shared counter: 6": pd.DataFrame(counter + [(x, 0.0, 6.0, "") for x, *_ in held],
                                               columns=columns)}  # fmt: skip
-chart = drawings.gantt(panels, xlabel="time of an item", hue="v1_tiled")
+chart = drawings.gantt(panels, xlabel="time of an item")
 chapter.figure(chart, modelled="six SMs, 24 items, two SMs held throughout")
 
 # %% [markdown]

@@ -34,8 +34,8 @@ def test_rows_of_four_bytes_and_kernels_add_up():
 
 
 def test_the_charts_are_drawn():
-    drawn = block_bytes.boxes({"a": ONE_TILE["forward"], "b": ONE_TILE["backward"]}, WORK, "a")
-    assert len(drawn.axes[0].patches) == 11
+    drawn = block_bytes.boxes({"a": ONE_TILE["forward"], "b": ONE_TILE["backward"]}, WORK)
+    assert len(drawn.axes[0].patches) == 11 + 2, "two of them are for the legend"
     grid = pd.DataFrame([[0.0, 1.0], [0.5, 0.0]])
     drawn = block_bytes.cells(
         {"x": grid}, xlabel="key", ylabel="query", frames=[(0, 2, "all")], numbers={"x": grid}

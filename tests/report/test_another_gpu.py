@@ -12,7 +12,7 @@ from gdpa_kernels.calling.rankings import parse
 from gdpa_kernels.calling.rung import DIRECTIONS, Requires, Rung
 from gdpa_lab import __main__
 from gdpa_lab.measuring import probe, record, system
-from gdpa_lab.report import claims, measured_rankings, page, readme, results, style
+from gdpa_lab.report import claims, measured_rankings, page, readme, results, roles
 from gdpa_lab.report.chapter import Chapter
 from tests.records import a_system
 
@@ -127,49 +127,28 @@ def test_its_own_results_choices_and_claims(folders, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("chapter", "figure", "keys"),
-    [("forward/results", "gdpa-self-fwd-half", "jagged"),
-     ("backward/results", "gdpa-cross-bwd-full", "")],
-)  # fmt: skip
-def test_it_is_drawn_beside_the_published_bars(folders, monkeypatch, chapter, figure, keys):
-    drawn, shown = [], []
-    draw = published_charts.figure_tflops
-    monkeypatch.setattr(
-        published_charts, "figure_tflops", lambda *a, **how: drawn.append(draw(*a, **how))
-    )
+    ("chapter", "figure"),
+    [("forward/results", "gdpa-cross-fwd-full"), ("backward/results", "gdpa-cross-bwd-full")],
+)
+def test_it_is_drawn_beside_the_published_bars(folders, monkeypatch, chapter, figure):
+    drawn, shown, draw = [], [], published_charts.shares
+    monkeypatch.setattr(published_charts, "shares", lambda *a, **how: drawn.append(draw(*a, **how)))
     monkeypatch.setattr("gdpa_lab.report.chapter.display", shown.append)
     monkeypatch.setattr(ratios, "display", shown.append)
+    direction = chapter.partition("/")[0]
     for folder in folders:
         both = Chapter(chapter, data_dir=folder)
-        ratios.redrawn(both, figure, DRAWN, keys)
-    before, after = ([axis.get_title(loc="left") for axis in chart.axes] for chart in drawn)
-    assert [title.rpartition(", ")[0] for title in before] == [
-        "measured back to back, NVIDIA H200", "published",
-    ]  # fmt: skip
-    assert after[::2] == before and after[1].startswith("measured back to back, NVIDIA B200, ")
-    h200, b200, _ = drawn[1].axes
-    labels = {container.get_label().split()[0] for container in b200.containers}
-    assert {*OWN, "fa2_varlen"} <= labels and not any(x.startswith("v") for x in labels)
-    there = {x.get_label().split()[0] for x in h200.containers}
-    rows = both.rows(direction=chapter.partition("/")[0], scope="sustained").dropna(subset="tflops")
-    rows = rows[(rows["figure"] == figure) & rows["workload"].str.contains(keys)]
-    peers = {impl for impl in rows["impl"] if not style.is_rung(impl)}
-    assert there & {*DRAWN} and peers < there <= peers | {*DRAWN}
-    assert h200.get_ylim() == b200.get_ylim()
+        ratios.redrawn(both, {figure: "256 keys"}, DRAWN, "")
+    before, after = ({line.get_label() for line in chart.axes[0].lines} for chart in drawn)
+    of_b200 = {f"{roles.display_name(impl, direction)}, B200" for impl in OWN}
+    assert {x for x in after - before if not x.startswith("_")} == {
+        *of_b200, "best baseline, B200",
+    }  # fmt: skip
+    first = {"forward": "v1", "backward": "v5"}[direction]
+    assert f"{direction} {first}" in before and "best baseline" in before
     assert "NVIDIA B200" in shown[-1].data and "NVIDIA H200" in shown[-1].data
-    direction = chapter.partition("/")[0]
     ratios.others(both, None, direction)
     table = shown[-2].data
     assert (
         "**NVIDIA B200: " in table and f"Blackwell {direction} {OWN[1].partition('_')[0]}" in table
     )
-    # At one length everything failed: the rest is drawn.
-    there = results.table(folders[1], gpu="NVIDIA B200", latest=False)
-    there = there[(there["figure"] == figure) & there["workload"].str.contains(keys)]
-    there = there[there["impl"] == OWN[0]]
-    there.loc[there["workload"].str.endswith("-256"), ["tflops", "percent_of_roofline"]] = None
-    rows = both.rows(direction=chapter.partition("/")[0], scope="sustained")
-    rows = rows[(rows["figure"] == figure) & rows["workload"].str.contains(keys)]
-    how = {"gpu": "NVIDIA H200", "impls": ["fa2_varlen"], "there": there}
-    chart = draw(rows, figure, published=claims.published_figures(), **how)
-    assert any(line.get_marker() == "x" for line in chart.axes[1].lines)

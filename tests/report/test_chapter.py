@@ -40,8 +40,8 @@ def chapter(read) -> Chapter:
 
 
 def test_a_ladder_stands_beside_every_baseline_of_the_results():
-    assert {way: of for way, (of, _) in chapters.LADDERS.items()} == {
-        way: f"{way}/results" for way in ("forward", "backward")
+    assert {name: of for name, (of, *_) in chapters.LADDERS.items()} == {
+        name: f"{name}/results" for name in ("forward", "backward", "block")
     }
 
 

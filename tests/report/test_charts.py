@@ -4,9 +4,12 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle
 
+import card
 from _lib import rare_charts
 from gdpa_lab.report import charts
+from tests.report.extents import crossing
 
 
 def test_lines_draw_what_is_within_and_mark_the_first():
@@ -50,7 +53,7 @@ def test_a_missing_value_is_named_where_a_point_would_be():
     drawn = [
         lines,
         charts.dots(frame, xlabel="x"),
-        rare_charts.heat(frame, label="x"),
+        rare_charts.heat(frame, label="x", low=0, high=4),
         charts.bars(pd.Series({"v1": 1.0, "v2": None}), xlabel="x", highlight=["v1"]),
     ]
     for chart in drawn:
@@ -73,8 +76,21 @@ def test_dots_write_each_value_and_draw_its_interval():
     chart = charts.dots(frame, xlabel="x", low=frame - 1, high=frame + 1, levels={"copy": 1})
     texts = [text.get_text() for text in chart.axes[0].texts]
     assert texts == ["copy", "2.00", "4.00", "3.00", "not timed"]
-    spans = {tuple(line.get_xdata()) for line in chart.axes[0].get_lines()}
+    spans = {tuple(path.vertices[:, 0]) for bars in chart.axes[0].collections
+             for path in bars.get_paths()}  # fmt: skip
     assert {(1.0, 3.0), (3.0, 5.0), (2.0, 4.0)} <= spans
+
+
+def test_dumbbells_lead_from_the_first_column_to_the_last_and_write_the_change():
+    frame = pd.DataFrame({"forward v6": [80.0, 78.0], "forward v8": [88.0, 90.5]}, index=["a", "b"])
+    (axis,) = charts.dumbbells({"forward v8": frame}, xlabel="%", change=True).axes
+    assert [text.get_text() for text in axis.texts] == ["+10 %", "+16 %"]
+    ways = [tuple(path.vertices[:, 0]) for path in axis.collections[0].get_paths()]
+    assert ways == [(80, 88), (78, 90.5)]
+    small, large = axis.lines
+    assert small.get_color() == charts.role_colour("v6") != large.get_color()
+    (axis,) = charts.dumbbells({"forward v8": frame}, xlabel="%").axes
+    assert [text.get_text() for text in axis.texts] == ["80.0", "88.0", "78.0", "90.5"]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +128,7 @@ def test_a_swarm_counts_its_rows_and_sets_points_apart():
         lambda x: charts.lines(x, xlabel="x", ylabel="y", highlight=["a"]),
         lambda x: charts.dots(x, xlabel="x", low=x - 1, high=x + 1),
         lambda x: charts.bars(x["a"].set_axis(list("pqr")), xlabel="x", highlight=["q"]),
-        lambda x: rare_charts.heat(x, label="x"),
+        lambda x: rare_charts.heat(x, label="x", low=0, high=5),
         lambda x: rare_charts.swarm(x.melt("b", var_name="row"), xlabel="x", levels={"two": 2}),
         lambda x: rare_charts.scatter({"g": x}, xlabel="x", ylabel="y"),
     ],
@@ -122,13 +138,27 @@ def test_the_same_input_gives_the_same_bytes(draw):
     assert draw(frame).to_svg() == draw(frame.copy()).to_svg()
 
 
-def test_a_waterfall_leads_from_each_time_to_the_next_and_to_the_peers():
-    steps = pd.Series({"v0: eager": 32.0, "v1: fused": 5.0, "v2: slower": 5.5, "v8: waits": 4.0})
-    (axis,) = charts.waterfall(steps, pd.Series({"cuDNN": 4.5}), xlabel="ms").axes
-    names = [label.get_text() for label in axis.get_yticklabels()]
-    assert names == ["v8", *steps.index, "cuDNN"]
-    ways = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in axis.patches]
-    assert ways == [(32, 4), (32, 32), (32, 5), (5, 5.5), (5.5, 4), (4, 4.5)]
-    texts = [text.get_text() for text in axis.texts]
-    assert texts == ["4.00", "32.00", "5.00", "5.50", "4.00", "4.50", "8.0 times as fast"]
-    assert axis.get_xscale() == "log"
+RUNGS = pd.Series({"v0: eager": 32.0, "v1: fused": 5.0, "v2: slower": 5.5, "v8: waits": 4.0})
+
+
+def test_a_ladder_breaks_the_long_bar_pales_what_saves_nothing_and_crosses_it_with_peers():
+    (axis,) = charts.ladder(
+        RUNGS, pd.Series({"cuDNN": 4.5, "FlashAttention-2": 8.0}), xlabel="ms"
+    ).axes
+    bars = [bar for bar in axis.patches if isinstance(bar, Rectangle)]
+    assert [bar.get_width() for bar in bars] == [1.07 * 8, 5, 5.5, 4] and axis.get_xlim()[0] == 0
+    assert [bar.get_facecolor()[3] < 1 for bar in bars] == [False, False, True, False]
+    texts = {text.get_text() for text in axis.texts}
+    assert {"v1  fused", "32.00", "8.0 times as long", "1.12 times as fast as cuDNN"} <= texts
+    assert {line.get_xdata()[0] for line in axis.lines} == {4.5, 8.0}
+
+
+def test_texts_of_the_ladder_and_of_the_card_lie_inside_and_apart():
+    peers = pd.Series({"cuDNN": 4.50, "FlashAttention-4": 4.52, "FlashAttention-2": 8.0})
+    for figure in (
+        charts.ladder(RUNGS, peers, xlabel="ms"),
+        card.draw("Title", RUNGS, peers, "day"),
+    ):
+        assert crossing(figure) == []
+    figure = card.draw("Title", RUNGS, peers, "a day " * 20)
+    assert any("outside" in said for said in crossing(figure))

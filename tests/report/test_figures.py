@@ -1,7 +1,9 @@
 """Charts: honest axes, the same bytes each time, and an origin under each of them."""
 
 import math
+import re
 from dataclasses import replace
+from itertools import pairwise
 
 import matplotlib as mpl
 import numpy as np
@@ -9,9 +11,11 @@ import pandas as pd
 import pytest
 
 from _lib import published_charts
+from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring import record, system
+from gdpa_lab.measuring.baselines import BASELINES
 from gdpa_lab.measuring.workloads import WORKLOADS
-from gdpa_lab.report import claims, page, rates, results, style
+from gdpa_lab.report import claims, page, results, roles, strip, style
 from tests.records import RESULT, a_row
 
 FIGURE = "gdpa-self-fwd-full"
@@ -50,104 +54,123 @@ def table() -> pd.DataFrame:
 
 
 def draw(table, **changes):
-    options = {"gpu": "NVIDIA H200", "impls": list(RATES), "published": claims.published_figures()}
-    return published_charts.figure_tflops(table, FIGURE, **options | changes)
+    roofs = {f"gdpa-self-full-{n}": 1.5 * roof for n, roof in ROOFS.items()}
+    options = {"rungs": ["v1_tiled", "v2_tma"], "published": claims.published_figures()}
+    return published_charts.shares(table, {FIGURE: "full"}, roofs=roofs, **options | changes)
 
 
-def texts(axis) -> list[str]:
-    return [t.get_text() for t in axis.texts]
+def lines(axis) -> dict[str, list[float]]:
+    return {line.get_label(): list(line.get_ydata()) for line in axis.lines}
 
 
-def test_ours_and_theirs_have_their_own_titles_and_one_scale(table):
-    left, right = draw(table).axes
-    assert left.get_title(loc="left") == "measured back to back, NVIDIA H200, 2026-11-21"
-    assert right.get_title(loc="left") == "published, NVIDIA B200"
-    bottom, top = left.get_ylim()
-    assert right.get_ylim() == (bottom, top) and bottom == 0 and top > 1146
-    assert (left.get_ylabel(), left.get_xlabel()) == ("TFLOP/s", "max_seqlen_q (tokens)")
+def test_shares_of_the_own_roofline_stand_over_the_published_bars(table):
+    (axis,) = draw(table).axes
+    drawn = lines(axis)
+    assert drawn["forward v1"] == pytest.approx([100 * 440 / roof for roof in ROOFS.values()])
+    assert drawn["best baseline"] == pytest.approx([100 * 390 / roof for roof in ROOFS.values()])
+    assert "v0" not in " ".join(drawn), "only the rungs that were asked for"
+    first = claims.published_figures().query("figure == @FIGURE and kernel == 'cutedsl_gdpa'")
+    bars = [bar.get_height() for bar in axis.patches]
+    assert bars[0] == pytest.approx(100 * first.sort_values("length")["tflops"].iloc[0] / 600)
+    assert all(bar.get_facecolor()[3] == 0 for bar in axis.patches), "published is hollow"
+    assert axis.get_ylim()[0] == 0 and axis.get_ylabel() == "% of the own roofline"
 
 
-def test_back_to_back_has_its_own_ceiling_and_bursts_are_dashes(table):
-    bursts = table.assign(scope="kernel")
-    faster = bursts.assign(tflops=1.1 * table["tflops"], percent_of_roofline=1.0)
-    axis, _ = draw(pd.concat([faster, table])).axes
-    lines = {c.get_label(): c.lines[0].get_ydata() for c in axis.containers}
-    assert lines["v1_tiled"] == pytest.approx([440] * 4)
-    dashes = [line for line in axis.lines if line.get_gid() == "burst"]
-    (tiled,) = (line for line in dashes if line.get_color() == style.colour("v1_tiled"))
-    assert tiled.get_ydata() == pytest.approx([1.1 * 440] * 4) and len(dashes) == 3
-    (steps,) = (p for p in axis.patches if hasattr(p, "get_data"))
-    assert list(steps.get_data().values) == pytest.approx(list(ROOFS.values()))
-    assert "roofline" in texts(axis) and axis.get_ylim()[1] > 790
-    assert any("dash: burst" in text for text in texts(axis))
-    alone, _ = draw(table).axes
-    assert not any(line.get_gid() == "burst" for line in alone.lines)
-    with pytest.raises(ValueError, match="sustained rows of v1_tiled"):
-        draw(bursts, impls=["v1_tiled"])
-
-
-def test_error_bars_are_the_rates_at_p80_and_p20(table):
-    axis, _ = draw(table).axes
-    bars = next(c for c in axis.containers if c.get_label() == "v1_tiled")
-    segment = bars.lines[2][0].get_segments()[0]
-    assert segment[:, 1] == pytest.approx([440 / 1.25, 440 / 0.9])
-
-
-def test_the_best_baseline_is_ringed_and_named_with_its_mathematics(table):
-    axis, _ = draw(table).axes
-    (ring,) = (line for line in axis.lines if line.get_gid() == "best-baseline")
-    assert list(ring.get_ydata()) == [390] * 4
-    assert {"fa2 (softmax)", "compiled (activation)", "v1_tiled"} <= set(texts(axis))
-
-
-def test_a_failed_row_is_a_cross_and_not_a_point(table):
-    name = "gdpa-self-full-2048"
-    lost = frame(failed(name, "v0_eager"))
-    kept = table[(table["workload"] != name) | (table["impl"] != "v0_eager")]
-    axis, _ = draw(pd.concat([kept, lost])).axes
-    crosses = [line for line in axis.lines if line.get_marker() == "x"]
-    assert [list(line.get_xydata()[0]) for line in crosses] == [[3, 0]]
-    assert any("cross: not timed" in text for text in texts(axis))
-    untried, _ = draw(kept).axes
-    assert not any(line.get_marker() == "x" for line in untried.lines)
-
-
-def test_what_is_missing_or_ambiguous_is_refused(table):
+def test_a_missing_time_is_a_gap_and_a_missing_rung_is_refused(table):
+    lost = frame(failed("gdpa-self-full-1024", "v1_tiled"))
+    kept = table[(table["workload"] != "gdpa-self-full-1024") | (table["impl"] != "v1_tiled")]
+    (axis,) = draw(pd.concat([kept, lost])).axes
+    assert [math.isnan(x) for x in lines(axis)["forward v1"]] == [False, False, True, False]
     with pytest.raises(ValueError, match="sustained rows of v9_dream"):
-        draw(table, impls=["v1_tiled", "v9_dream"])
+        draw(table, rungs=["v1_tiled", "v9_dream"])
     with pytest.raises(ValueError, match="one system"):
         draw(pd.concat([table, table.assign(system="nvidia-h200-11111111")]))
-    other = table.assign(workload=table["workload"].str.replace("-full-", "-half-dense-"))
-    with pytest.raises(ValueError, match="one workload per length"):
-        draw(pd.concat([table, other]))
     with pytest.raises(ValueError, match="figure must be one of"):
-        published_charts.figure_tflops(table, "no-such-figure", gpu="", impls=[], published=table)
+        published_charts.shares(
+            table, {"no-such-figure": ""}, rungs=[], published=claims.published_figures(), roofs={}
+        )
 
 
 def test_times_of_whole_ops_and_of_variants_are_not_drawn(table):
-    others = pd.concat([table.assign(scope="op", tflops=1.0), table.assign(variant="zigzag")])
-    axis, _ = draw(pd.concat([table, others])).axes
-    assert all(len(c.lines[0].get_ydata()) == 4 for c in axis.containers)
+    others = pd.concat([table.assign(scope="op"), table.assign(variant="zigzag")])
+    others["percent_of_roofline"] = 1.0
+    assert lines(draw(pd.concat([table, others])).axes[0]) == lines(draw(table).axes[0])
 
 
-def test_the_ladder_shows_rungs_in_order_then_baselines_and_colours_one(table):
-    rungs = ["v0_eager", "v1_tiled", "v2_tma"]
-    (axis,) = rates.ladder(table, LADDER, rungs, "v1_tiled").axes
-    names = [label.get_text() for label in axis.get_yticklabels()]
-    assert names == [*rungs, "compiled (activation)", "fa2 (softmax)"]
-    colours = {c.patches[0].get_facecolor() for c in axis.containers if hasattr(c, "patches")}
-    assert len(colours) == 3  # the highlight, grey rungs, hollow baselines
-    assert axis.get_xlim()[0] == 0
-    assert "roofline 790" in texts(axis)
-    with pytest.raises(ValueError, match="highlight must be one of"):
-        rates.ladder(table, LADDER, rungs, "v3_persistent")
+TIMES = {"v0_eager": 33.4, "v6_short_kv": 4.8, "v6a_persistent": 4.81, "v8_own_waits": 4.1}
+RUNGS = {ladder.rung(impl): ms for impl, ms in TIMES.items()}
 
 
-def test_the_ladder_keeps_failed_rungs(table):
-    kept = table[table["impl"] != "v0_eager"]
-    table = pd.concat([kept, frame(failed(LADDER, "v0_eager"))])
-    (axis,) = rates.ladder(table, LADDER, ["v0_eager", "v1_tiled"], "v1_tiled").axes
-    assert "failed: out of memory" in texts(axis)
+def test_the_strip_lights_one_rung_and_leads_to_the_chapters_of_the_others():
+    svg = strip.draw(RUNGS, {"cuDNN": 4.8, "FlexAttention": 23.4}, "v8_own_waits", "forward",
+                     "forward/v8_own_waits")  # fmt: skip
+    wide = svg.partition('data-form="narrow"')[0]
+    assert re.findall(r'href="(.+?)"', wide) == [
+        "v6_short_kv.html", "v6_short_kv.html", "v0_eager.html",
+    ]  # fmt: skip
+    assert re.findall(r"<title>(.+?)</title>", wide)[0] == "v8: waits as written, 4.10 ms"
+    assert re.findall(r'font-weight="bold" fill="(.+?)">(v\d)', wide) == [("var(--rung-8)", "v8")]
+    assert "33.4 ▸" in wide and "FlexAttention, 23.4 ▸" in wide
+    places = [float(x) for x in re.findall(r'<text x="([\d.]+)" y="16"', wide)]
+    assert all(b - a > 14 for a, b in pairwise(places)), "names lie apart"
+
+
+@pytest.mark.parametrize(
+    ("impl", "operator", "folder", "page"),
+    [("v6a_persistent", "gdpa", "forward", "v6_short_kv"),
+     ("v2a_ordered_backward", "gdpa", "backward", "v2_fused_backward"),
+     ("v7_wide_backward", "gdpa", "backward", "v5_short_kv_backward"),
+     ("v2_slab", "block_attention", "block", "v3_warp_specialized")],
+)  # fmt: skip
+def test_a_rung_leads_to_the_chapter_that_tells_of_it(impl, operator, folder, page):
+    assert strip.page_of(ladder.rung(impl, operator), folder) == page
+
+
+@pytest.mark.parametrize(
+    ("values", "form"),
+    [([0.995, 1.09], ",.2f"), ([78, 90.5], ",.1f"), ([430, 436.4], ",.0f"),
+     ([0.0123, 0.5], ",.3f"), ([0.5, 900], "#.3g"), ([5, 4000], ",.0f"), ([], ",.0f"),
+     ([math.nan, 1.5], ",.2f")],
+)  # fmt: skip
+def test_a_column_of_labels_has_one_number_of_decimals(values, form):
+    assert roles.form_of(values) == form
+
+
+@pytest.mark.parametrize(
+    ("names", "colour"),
+    [(("v8_own_waits", "forward v8", "v8", "Blackwell forward b8"), style.RUNG_COLOURS[8]),
+     (("backward v4", "v4, measured", "Forward v4", "b4_mixed"), style.RUNG_COLOURS[4]),
+     (("fa2_varlen", "FlashAttention-2 (torch)"), style.GREYS[0]),
+     (("cudnn", "cuDNN, dense"), style.GREYS[1]),
+     (("flashinfer", "published Triton GDPA"), style.GREYS[2]), (("anything",), style.INK)],
+)  # fmt: skip
+def test_one_kernel_has_one_colour(names, colour):
+    assert {roles.role_colour(name) for name in names} == {colour}
+
+
+def test_series_take_no_hue_of_a_rung_and_directions_are_shapes():
+    series = roles.palette(["a", "b", "valid"])
+    assert len(set(series.values())) == 3 and set(series.values()) <= {*style.SERIES}
+    assert roles.palette(["forward v8", "rest"])["rest"] == style.INK
+    assert set(roles.palette(["forward", "backward"], "v3_x").values()) == {style.RUNG_COLOURS[3]}
+    looks = roles.marks(["forward", "backward", "published, B200"])
+    assert [x["marker"] for x in looks][:2] == [">", "<"]
+    assert [x["fillstyle"] for x in looks] == ["full", "full", "none"]
+
+
+def test_the_site_has_every_colour_in_both_themes():
+    css = (record.ROOT / "book" / "assets" / "exhibits.css").read_text(encoding="utf-8")
+    light, dark = css.split('html[data-theme="dark"]')[:2]
+    for name, (day, night) in style.THEMES.items():
+        assert f"--{name}: {day};" in light and f"--{name}: {night};" in dark, name
+
+
+def test_a_kernel_has_one_name_on_pages():
+    names = {"v8_own_waits": "forward v8", "b3_stream": "Blackwell forward b3",
+             "cutedsl_gdpa": "published kernel"}  # fmt: skip
+    assert {impl: roles.display_name(impl, "forward") for impl in names} == names
+    assert roles.display_name("v8_own_waits") == "v8"
+    assert roles.display_name("fa3") == BASELINES["fa3"].title
 
 
 def test_the_same_data_gives_the_same_svg_and_no_date_and_leaves_matplotlib_alone(table):

@@ -86,12 +86,15 @@
     const boxes = [...svg.querySelectorAll("text")]
       .filter((e) => e.textContent.trim() && e.checkVisibility(hidden))
       .map((e) => [e, e.getBoundingClientRect()]);
-    return boxes.flatMap(([one, a], i) => boxes.slice(i + 1).flatMap(([other, b]) => {
+    const frame = svg.getBoundingClientRect();
+    const cut = boxes.filter(([, a]) => a.left < frame.left - 2 || a.right > frame.right + 2 ||
+      a.top < frame.top - 2 || a.bottom > frame.bottom + 2).map(([e]) => `${said(e)} is cut`);
+    return cut.concat(boxes.flatMap(([one, a], i) => boxes.slice(i + 1).flatMap(([other, b]) => {
       const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
       const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
       const line = Math.min(a.width, a.height, b.width, b.height);
       return Math.min(across, down) > Math.max(2, 0.3 * line) ? [`${said(one)} on ${said(other)}`] : [];
-    }));
+    })));
   }
 
   // Formulas in lines of their own that are hard to read, or that are cut.

@@ -151,7 +151,8 @@ def test_a_faint_text_a_wide_block_and_texts_on_one_another_are_found(tab, tmp_p
         "</style>"
         "<svg width=200 height=60><rect width=100 height=60 fill='#007a63'/>"
         "<text x=20 y=30 fill='#fff'>on green</text><text x=120 y=30 fill='#fff'>on white</text>"
-        "<text x=0 y=50 fill='#fff'>below</text><text x=9 y=52 fill='#fff'>under</text></svg>"
+        "<text x=0 y=50 fill='#fff'>below</text><text x=9 y=52 fill='#fff'>under</text>"
+        "<text x=170 y=12>cut off</text></svg>"
         "<details><summary>more</summary><p style='color: #eee'>folded</p></details>"
         "</article>"
     )
@@ -160,7 +161,7 @@ def test_a_faint_text_a_wide_block_and_texts_on_one_another_are_found(tab, tmp_p
     assert [text.split(":")[0] for text in found["contrasts"]] == ["<p> faint", "<text> on white"]
     assert [len(found["code"]), len(found["tables"])] == [1, 1]
     assert found["broken"] == ["<span> a_name"]
-    assert found["texts"] == ["<text> below on <text> under"]
+    assert found["texts"] == ["<text> cut off is cut", "<text> below on <text> under"]
 
 
 def test_small_formulas_unshaded_blocks_and_names_without_a_value_are_found(tab, tmp_path):

@@ -22,18 +22,20 @@ from IPython.display import SVG, Markdown, display
 
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring import record as records
-from gdpa_lab.report import lessons, page, page_blocks, profiles, rates, results, style
+from gdpa_lab.report import lessons, page, page_blocks, profiles, results, strip, style
 from gdpa_lab.report import registered as register
+from gdpa_lab.report.roles import display_name
 from gdpa_lab.report.style import Figure
 from tritonemu import Timeline
 
 CHANGES_DIR = records.ROOT / "book" / "extra" / "changes"
 LADDER = "gdpa-self-full-1024"
 LADDERS = {
-    "forward": ("forward/results", ladder.RUNGS),
-    "backward": ("backward/results", ladder.BACKWARD_RUNGS),
+    "forward": ("forward/results", ladder.RUNGS, LADDER, "forward"),
+    "backward": ("backward/results", ladder.BACKWARD_RUNGS, LADDER, "backward"),
+    "block": ("block/results", ladder.BLOCK_RUNGS, "block-fill70-2000", "backward"),
 }
-"""Chapter with sustained times of the rungs on `LADDER`, and the rungs, by direction."""
+"""Chapter with sustained times of each ladder, its rungs, the workload and the direction."""
 _CALL = ["record", "workload", "direction", "impl", "variant"]
 MOST_CHANGED = 60
 """Maximum lines of a difference on a page; the whole of it is a download."""
@@ -241,14 +243,20 @@ class Chapter:
         display(page.show_table(frame, caption, name, digits, missing))
         display(self._origin(data, origin))
 
-    def ladder(self, impl: str, direction: str = "forward") -> None:
-        """Show sustained rates of the ladder up to a rung on `LADDER`, with the peers."""
-        of, listed = LADDERS[direction]
-        rows = self.rows(of, workload=LADDER, direction=direction, scope="sustained")
-        names = [rung.impl for rung in listed if rung.impl in set(rows["impl"])]
-        rungs = names[: names.index(impl) + 1]
-        chart = rates.ladder(rows, LADDER, rungs, impl, direction)
-        self.figure(chart, measured=rows)
+    def ladder(self, impl: str, name: str = "forward") -> None:
+        """Show the times back to back of one of `LADDERS` as a strip, this rung lit, and those of
+        the peers: the fastest form of each."""
+        of, listed, batch, direction = LADDERS[name]
+        rows = self.rows(of, workload=batch, direction=direction, scope="sustained")
+        ms = rows.set_index("impl")["time_us_p50"].dropna() / 1e3
+        rungs = {rung: ms[rung.impl] for rung in listed if rung.impl in ms}
+        best: dict[str, float] = {}
+        for peer, time in ms.items():
+            if not style.is_rung(peer):
+                title = display_name(peer).partition(",")[0].removesuffix(" (torch)")
+                best[title] = min(time, best.get(title, math.inf))
+        folder = of.partition("/")[0]
+        self.figure(strip.draw(rungs, best, impl, folder, self.slug), measured=rows)
 
     def profile(self, *impls: str, workload: str, direction: str = "forward") -> None:
         """Show the counters of the launches of `impls` on a workload, behind a button."""

@@ -13,16 +13,18 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.ticker import NullFormatter
 
-from gdpa_lab.report import style
-from gdpa_lab.report.style import DASHED, GREY, SMALL, Figure, canvas, colour, is_rung, note
+from gdpa_lab.report import roles, style
+from gdpa_lab.report.roles import MOST_COLOURED, palette, role_colour
+from gdpa_lab.report.style import DASHED, GREY, SMALL, Figure, canvas, note
 
-MOST_COLOURED = 3
+STEP = 0.01
+"""Least share of a time that a step of a ladder saves, if it is not drawn pale."""
 MOST_MARKED = 12
 """Maximum points of a line with a mark and a tick each; a longer line is smooth."""
 NOT_TIMED = "not timed"
-MARKS = "os^Dv"
 _PHONE_TICKS = 24
 """Maximum letters of an axis's ticks on a phone; beyond it every second tick has none."""
 
@@ -51,7 +53,7 @@ def lines(
     """
     panels = {"": frames} if isinstance(frames, pd.DataFrame) else dict(frames)
     columns = list(dict.fromkeys(name for frame in panels.values() for name in frame))
-    shades = dict.fromkeys(columns, GREY) | coloured(highlight, columns)
+    shades = _behind(columns) | coloured(highlight, columns)
     top = max(frame.max().max() for frame in panels.values())
     low, high = ylim or (0, 1.08 * max(top, *(levels or {"": 0}).values()))
     with canvas(1, len(panels), width=2.5 + 4.3 * len(panels), height=3.9, sharey=True,
@@ -108,7 +110,7 @@ def bars(
     highlight: Sequence[str],
     names: Mapping[str, str] | None = None,
     levels: Mapping[str, float] | None = None,
-    form: str = ".0f",
+    form: str = "",
 ) -> Figure:
     """Draw a horizontal bar for each entry of `values`, from the top, with its number, or "not
     timed".
@@ -116,7 +118,8 @@ def bars(
     `highlight`: the bars in colour, at most three; `names`: what is written for entries; `levels`:
     dashed lines by name.
     """
-    shades = dict.fromkeys(values.index, GREY) | coloured(highlight, values.index)
+    shades = _behind(values.index) | coloured(highlight, values.index)
+    form = form or roles.form_of(values)
     with canvas(width=7.0, height=0.9 + 0.34 * len(values)) as (chart, axis):
         reference(axis, levels, upright=True)
         sns.barplot(x=values.to_numpy(), y=list(values.index), hue=list(values.index), ax=axis,
@@ -139,34 +142,70 @@ def bars(
 
 
 @style.drawn
-def waterfall(steps: pd.Series, peers: pd.Series, *, xlabel: str) -> Figure:
-    """Draw times on a logarithmic axis: at the top, in colour, the way from the first of `steps` to
-    the last; then each of them from its predecessor; then `peers`, each from the last of `steps`.
-
-    The index names them: the implementation, and after ": " what it changes.
-    """
-    first, last = steps.iloc[0], steps.iloc[-1]
-    rows = [(steps.index[-1].partition(":")[0], first, last)]
-    rows += zip(steps.index, steps.shift().fillna(first), steps, strict=True)
-    rows += [(name, last, time) for name, time in peers.items()]
-    with canvas(width=7.4, height=0.7 + 0.33 * len(rows)) as (chart, axis):
-        axis.set(xscale="log", xlim=(0.9 * last, 1.1 * first), xlabel=xlabel)
-        axis.axvline(last, **DASHED)
-        for row, (name, start, end) in enumerate(rows):
-            strong, shade = row == 0, colour(name)
-            axis.barh(row, end - start, 0.63 if strong else 0.25, left=start, color=shade,
-                      linewidth=0)  # fmt: skip
-            axis.plot(end, row, "o", color=shade, markersize=7)
-            note(axis, f"{end:.2f}", (1, row), (4, 0), va="center", color=shade,
-                 fontweight="bold" if strong else "normal",
-                 xycoords=("axes fraction", "data"))  # fmt: skip
-        note(axis, f"{first / last:.1f} times as fast", ((first * last) ** 0.5, 0), (0, 0),
-             ha="center", va="center", color=style.PAGE, fontweight="bold")  # fmt: skip
-        list_rows(axis, [name for name, *_ in rows])
-        axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        axis.set_xticks([x for x in (1, 2, 5, 10, 20, 50, 100) if 0.9 * last <= x <= 1.1 * first])
-        axis.minorticks_off()
+def ladder(rungs: pd.Series, peers: pd.Series, *, xlabel: str, height: float = 3.3) -> Figure:
+    """Draw `draw_ladder` of times as a figure of its own."""
+    high = height if not style.is_narrow() else 1.4 + 0.36 * len(rungs)
+    with canvas(width=7.4, height=high) as (chart, axis):
+        draw_ladder(axis, rungs, peers)
+        axis.set_xlabel(xlabel)
         return chart
+
+
+def draw_ladder(axis: Axes, rungs: pd.Series, peers: pd.Series, *, size: float = SMALL) -> None:
+    """Draw the times of `rungs` (ms) as bars from zero, each with its name and idea inside, and
+    those of `peers` as lines across them; `size` of texts in points.
+
+    The index names them: a rung, and after ": " its idea. A bar beyond the last peer is broken
+    off, one that saves less than `STEP` of the best time before is pale. The first and the last
+    bar say how they compare with the last and with the fastest peer.
+    """
+    last, most = rungs.iloc[-1], 1.07 * peers.max()
+    count, box = len(rungs), {"edgecolor": "none", "pad": 1.0}
+    axis.set(xlim=(0, most), ylim=(count - 0.45, -0.55))
+    best = rungs.cummin().shift()
+    for row, (name, time) in enumerate(rungs.items()):
+        rung, _, idea = name.partition(": ")
+        shade, pale = role_colour(rung), bool(time > (1 - STEP) * best.iloc[row])
+        axis.barh(row, min(time, most), 0.8, color=(*to_rgb(shade), 0.3) if pale else shade,
+                  linewidth=0)  # fmt: skip
+        if time > most:
+            x = np.array([0.955, 0.97, 0.965, 0.98, 0.965, 0.955, 0.965, 0.95]) * most
+            y = row + np.array([-0.5, -0.5, 0, 0.5, 0.5, 0.5, 0, -0.5])
+            axis.fill(x, y, color=style.PAGE, linewidth=0, zorder=2)
+        axis.text(0.01 * most, row, style.wrapped(f"{rung}  {idea}", 24), va="center",
+                  fontsize=size, color=style.INK if pale else style.PAGE, zorder=4)  # fmt: skip
+        note(axis, f"{time:.2f}", (1, row), (5, 0), va="center", fontsize=size, color=shade,
+             fontweight="bold", xycoords=("axes fraction", "data"))  # fmt: skip
+    for name, time in peers.items():
+        axis.axvline(time, color=role_colour(name), linestyle=roles.dash(name), linewidth=1.2,
+                     zorder=3)  # fmt: skip
+    _name_above(axis, peers, size)
+    ahead = f"{peers.min() / last:.2f} times as fast as {peers.idxmin()}"
+    axis.text(last + 0.012 * most, count - 1, style.wrapped(ahead, 26), va="center", fontsize=size,
+              fontweight="bold", color=role_colour(rungs.index[-1]), zorder=4,
+              bbox=box | {"facecolor": style.PAGE})  # fmt: skip
+    if rungs.iloc[0] > most:
+        axis.text(0.94 * most, 0, f"{rungs.iloc[0] / last:.1f} times as long", ha="right",
+                  va="center", fontsize=size, color=style.PAGE, zorder=4,
+                  bbox=box | {"facecolor": role_colour(rungs.index[0])})  # fmt: skip
+    axis.set_yticks([])
+    axis.grid(visible=False)
+    axis.spines["left"].set_visible(False)
+    axis.tick_params(axis="x", labelsize=size)
+
+
+def _name_above(axis: Axes, values: pd.Series, size: float) -> None:
+    """Name upright lines above `axis`, in as few rows as keep the names apart."""
+    figure = axis.get_figure()
+    ends: list[float] = []  # the right end of the last name of each row, pixels
+    figure.draw_without_rendering()
+    for name, value in values.sort_values(ascending=False).items():
+        text = note(axis, name, (value, 1), (-2, 3), ha="right", fontsize=size,
+                    color=role_colour(name), xycoords=("data", "axes fraction"))  # fmt: skip
+        box = text.get_window_extent()
+        row = next((n for n, left in enumerate(ends) if box.x1 + 4 < left), len(ends))
+        ends[row : row + 1] = [box.x0]
+        text.set_position((-2, 3 + 1.25 * size * row))
 
 
 @style.drawn
@@ -177,53 +216,94 @@ def dots(
     low: pd.DataFrame | None = None,
     high: pd.DataFrame | None = None,
     levels: Mapping[str, float] | None = None,
-    colours: Sequence[str] = style.RUNG_COLOURS[1:4],
+    hue: str = "",
     log: bool = False,
-    form: str = "#.3g",
+    form: str = "",
     missing: str = NOT_TIMED,
+    finding: str = "",
 ) -> Figure:
     """Draw a row for each index entry of `frame`, with a mark and its value for each column.
 
     `low` and `high`: ends of error bars, shaped as `frame`. `levels`: dashed lines by name; None: 1
-    without a name. `colours`: of columns, in turn. `log`: powers of
-    two to the right. `form`: of the values. `missing` stands where a column has no value.
+    without a name. `hue`: the implementation whose colour columns have that are no kernel. `log`:
+    powers of two to the right. `form`: of the values. `missing` stands where a column has no value.
     """
     columns, pitch = list(frame), 0.17  # inches between the marks of a row
-    count = len(columns)
-    room = pitch * count + 0.13
-    shades = {name: colours[number % len(colours)] for number, name in enumerate(columns)}
-    parts = [frame] if low is None or high is None else [low, frame, high]
-    long = pd.concat(part.set_axis(range(len(frame))) for part in parts)
-    long = long.melt(var_name="column", value_name="value", ignore_index=False).reset_index()
+    room = pitch * len(columns) + 0.13
+    shades, looks = palette(columns, hue), dict(zip(columns, roles.marks(columns), strict=True))
+    form = form or roles.form_of(frame)
     with canvas(width=7.4, height=0.9 + room * len(frame)) as (chart, axis):
         if log:
             axis.set_xscale("log", base=2)
             axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         reference(axis, {"": 1.0} if levels is None else levels, upright=True)
-        sns.pointplot(
-            long, x="value", y="index", hue="column", order=range(len(frame)), hue_order=columns,
-            orient="y", dodge=pitch * (count - 1) / room if count > 1 else False, palette=shades,
-            markers=[MARKS[n % len(MARKS)] for n in range(count)], linestyle="none",
-            markersize=5, estimator="median", errorbar=("pi", 100), err_kws={"linewidth": 1},
-            ax=axis,
-        )  # fmt: skip
         for number, name in enumerate(columns):
-            shift = (number - (count - 1) / 2) * pitch / room
+            places = np.arange(len(frame)) + (number - (len(columns) - 1) / 2) * pitch / room
             ends = frame[name] if high is None else high[name]
-            for row, (value, end) in enumerate(zip(frame[name], ends, strict=True)):
+            if low is not None:
+                axis.hlines(places, low[name], ends, color=shades[name], linewidth=1)
+            axis.plot(frame[name], places, color=shades[name], label=name, markersize=5,
+                      linestyle="none", **looks[name])  # fmt: skip
+            for y, value, end in zip(places, frame[name], ends, strict=True):
                 if np.isnan(value):
-                    note(axis, missing, (0, row + shift), (3, 0), va="center", fontsize=8,
-                         color=shades[name], xycoords=("axes fraction", "data"))  # fmt: skip
+                    note(axis, missing, (0, y), (3, 0), va="center", fontsize=8,
+                         xycoords=("axes fraction", "data"))  # fmt: skip
                 else:
-                    note(axis, f"{value:{form}}", (end, row + shift), (6, 0), va="center",
-                         fontsize=8)  # fmt: skip
+                    note(axis, f"{value:{form}}", (end, y), (6, 0), va="center", fontsize=8)
         list_rows(axis, list(frame.index))
         axis.margins(x=0.08)
         axis.set(xlabel=xlabel, ylabel="")
-        if count > 1:
-            legend(axis, levels, ncols=min(4, count))
-        else:
-            axis.get_legend().remove()
+        head(axis, finding, named=len(columns) > 1)
+        return chart
+
+
+@style.drawn
+def dumbbells(
+    ways: Mapping[str, pd.DataFrame],
+    *,
+    xlabel: str,
+    levels: Mapping[str, float] | None = None,
+    change: bool = False,
+    form: str = "",
+    finding: str = "",
+) -> Figure:
+    """Draw a row for each index entry and a line in it for each of `ways`: from a small dot for the
+    first column of its frame, past a tick for those between, to a large dot for the last.
+
+    The line has the colour of its name, and each column its own. At the ends stand the two values,
+    or with `change` how much the last is above the first.
+    """
+    (index, *_), pitch = [frame.index for frame in ways.values()], 0.2
+    room = pitch * len(ways) + 0.12
+    shades = palette(ways)
+    form = form or roles.form_of(pd.concat(ways.values(), axis=1))
+    with canvas(width=7.4, height=0.9 + room * len(index)) as (chart, axis):
+        reference(axis, levels, upright=True)
+        for number, (way, frame) in enumerate(ways.items()):
+            places = np.arange(len(index)) + (number - (len(ways) - 1) / 2) * pitch / room
+            first, *between, last = frame
+            axis.hlines(places, frame[first], frame[last], color=shades[way], linewidth=1.6,
+                        alpha=0.5)  # fmt: skip
+            for name, marker, size in ((first, "o", 3.5), *((x, "|", 8) for x in between),
+                                       (last, "o", 7)):  # fmt: skip
+                shade = role_colour(name)
+                axis.plot(frame[name], places, marker, color=shades[way] if shade == style.INK
+                          else shade, markersize=size, label=name if len(ways) == 1 else
+                          way if name == last else "")  # fmt: skip
+            for y, start, end in zip(places, frame[first], frame[last], strict=True):
+                side = {"va": "center", "fontsize": 8}
+                right, left = ((8, 0), {"ha": "left"}), ((-8, 0), {"ha": "right"})
+                if change:
+                    text = f"{100 * (end / start - 1):+.0f} %".replace("-", "−")
+                    shift, ha = right if end >= start else left
+                    note(axis, text, (end, y), shift, **ha, **side)
+                    continue
+                for value, (shift, ha) in zip(sorted((start, end)), (left, right), strict=True):
+                    note(axis, f"{value:{form}}", (value, y), shift, **ha, **side)
+        list_rows(axis, list(index))
+        axis.margins(x=0.2 if style.is_narrow() else 0.1)
+        axis.set_xlabel(xlabel)
+        head(axis, finding)
         return chart
 
 
@@ -257,15 +337,21 @@ def reference(axis: Axes, levels: Mapping[str, float] | None, *, upright: bool =
                  xycoords=("axes fraction", "data"))  # fmt: skip
 
 
-def legend(axis: Axes, levels: Mapping[str, float] | None, ncols: int = 3) -> None:
-    """Draw a legend above the names of the upright `levels`."""
-    above = 0.5 + 1.5 * sum(map(bool, levels or ()))
-    axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=style.columns(ncols),
-                columnspacing=1.2, borderaxespad=above)  # fmt: skip
+def head(axis: Axes, finding: str = "", *, named: bool = True, ncols: int = 4) -> None:
+    """Write the finding above the figure, and below it the names of its marks, if `named`."""
+    handles, labels = axis.get_legend_handles_labels() if named else ([], [])
+    if axis.get_legend():
+        axis.get_legend().remove()
+    if handles or finding:
+        axis.get_figure().legend(
+            handles, labels, loc="outside upper left", ncols=style.columns(ncols, labels),
+            columnspacing=1.2, alignment="left", title=style.wrapped(finding, 46),
+            title_fontproperties={"weight": "bold", "size": SMALL + 0.5},
+        )  # fmt: skip
 
 
 def coloured(names: Sequence[str], among: Collection[str] | None = None) -> dict[str, str]:
-    """Assign a colour to each name: a rung's own, or the next of the rungs' colours."""
+    """Assign each name its `roles.palette`; ValueError unless they are one to three of `among`."""
     unknown = [name for name in names if among is not None and name not in among]
     if unknown or not 1 <= len(names) <= MOST_COLOURED:
         known = names if among is None else among
@@ -273,9 +359,12 @@ def coloured(names: Sequence[str], among: Collection[str] | None = None) -> dict
             f"highlight must name one to {MOST_COLOURED} of {', '.join(map(str, known))}, "
             f"got {', '.join(names) or 'none'}"
         )
-    fixed = {name: colour(name) for name in names if is_rung(name)}
-    free = (shade for shade in style.RUNG_COLOURS[1:] if shade not in fixed.values())
-    return {name: fixed.get(name) or next(free) for name in names}
+    return palette(names)
+
+
+def _behind(names: Sequence[str]) -> dict[str, str]:
+    """Colours of what does not stand out: of a baseline its own."""
+    return {name: x if (x := role_colour(name)) in style.GREYS else GREY for name in names}
 
 
 def list_rows(axis: Axes, names: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ import pandas as pd
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring import baselines, files, record
 from gdpa_lab.report import charts, peers, results
+from gdpa_lab.report.roles import display_name
 from gdpa_lab.report.style import Figure
 
 GPU = "NVIDIA H200"
@@ -24,8 +25,8 @@ PEERS = {
     "FlashAttention-4": ("fa4", "fa4_dense"),
     "FlashAttention-3": ("fa3", "fa3_dense"),
     "FlashAttention-2": ("fa2_varlen",),
-    "FlashInfer, GDPA": ("flashinfer",),
-    "published Triton, GDPA": ("gdpa_triton",),
+    "FlashInfer (GDPA)": ("flashinfer",),
+    "published Triton (GDPA)": ("gdpa_triton",),
 }
 """Libraries in the figure, each with its forms; the fastest one that takes the batch counts. Those
 that compute GDPA itself say so."""
@@ -113,18 +114,22 @@ def _rate(row: pd.Series, line: Line) -> str:
     return f"{row['gbytes_per_s']:,.0f} GB/s" if line.of_blocks else f"{row['tflops']:.0f} TFLOP/s"
 
 
-def hero(data_dir: Path = record.DATA_DIR) -> Figure:
-    """Draw the times of the forward ladder, each rung with its idea, and of the best peers."""
+def ladder_times(data_dir: Path = record.DATA_DIR) -> tuple[pd.Series, pd.Series, str]:
+    """Collect the times back to back (ms) of the forward ladder, each rung with its idea, and of
+    the best form of each peer; and the date of the newest."""
     rows = _rows(data_dir, LINES[0]).set_index("impl")
     ms = rows["time_us_p50"].dropna() / 1e3
-    steps = {f"{rung.impl.partition('_')[0]}: {rung.title}": ms[rung.impl]
+    steps = {f"{display_name(rung.impl)}: {rung.title}": ms[rung.impl]
              for rung in ladder.RUNGS if rung.impl in ms}  # fmt: skip
     best = {title: ms[ms.index.isin(forms)].min() for title, forms in PEERS.items()}
-    return charts.waterfall(
-        pd.Series(steps), pd.Series(best).dropna().sort_values(),
-        xlabel=f"milliseconds {results.TIMED['sustained']} (logarithmic), {WORKLOAD}, forward, "
-               f"{rows['gpu'].iloc[0]}",
-    )  # fmt: skip
+    return pd.Series(steps), pd.Series(best).dropna().sort_values(), max(rows["date"])[:10]
+
+
+def hero(data_dir: Path = record.DATA_DIR) -> Figure:
+    """Draw the forward ladder."""
+    *times, _ = ladder_times(data_dir)
+    timed = f"milliseconds {results.TIMED['sustained']}"
+    return charts.ladder(*times, xlabel=f"{timed}, {WORKLOAD}, forward, {GPU}")
 
 
 def update(root: Path = record.ROOT) -> dict[Path, bool]:

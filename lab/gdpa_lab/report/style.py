@@ -36,8 +36,15 @@ _DARK_RUNGS = (
     "#c9b400", "#4aa8f0", "#2cc7ae", "#ff8a3c", "#a794ff", "#f07ac0", "#c99a6b", "#a8c6ff",
     "#8fd14a",
 )  # fmt: skip
+GREYS = GREY, "#5e5e5e", "#474747"
+"""Colours of baselines."""
+SERIES = "#2f6690", "#9c4f2b", "#546b1c", "#7b4173", "#1e6f6b"
+"""Colours of what is no kernel: muted, so that none is taken for a rung's."""
 THEMES = {
     "ink": (INK, "#d6d6d6"), "grey": (GREY, "#8e8e8e"), "page": (PAGE, "#121212"),
+    "grey-2": (GREYS[1], "#a9a9a9"), "grey-3": (GREYS[2], "#c3c3c3"),
+    **{f"series-{n}": both for n, both in enumerate(zip(
+        SERIES, ("#86b6db", "#dd9a78", "#a9c264", "#cf9ac8", "#78c4bf"), strict=True))},
     **{f"rung-{n}": both for n, both in enumerate(zip(RUNG_COLOURS, _DARK_RUNGS, strict=True))},
 }  # fmt: skip
 """Colours of each variable on a light and on a dark page."""
@@ -200,9 +207,12 @@ def is_narrow() -> bool:
     return _narrow.get()
 
 
-def columns(most: int) -> int:
-    """Columns of a legend: at most two on a phone."""
-    return min(most, 2) if _narrow.get() else most
+def columns(most: int, names: Sequence[str] = ()) -> int:
+    """Columns of a legend: as many as fit on a phone, where two have room for short names."""
+    if not _narrow.get():
+        fits = int(118 / (6 + max(map(len, names), default=0)))
+        return max(1, min(most, fits))
+    return min(most, 2) if max(map(len, names), default=0) <= 20 else 1
 
 
 def wrapped(text: str, width: int) -> str:
@@ -217,6 +227,16 @@ def note(
     return axis.annotate(text, point, xytext=shift, textcoords="offset points", **options)
 
 
+def apart(levels: Sequence[float], sizes: Sequence[float], least: float = 0.0) -> list[float]:
+    """Push ordered positions apart by what lies there, from `least` on, until nothing overlaps."""
+    levels = list(levels)
+    for _ in range(200):
+        for n in range(1, len(levels)):
+            near = max(0.0, (sizes[n - 1] + sizes[n]) / 2 - (levels[n] - levels[n - 1])) / 2
+            levels[n - 1 : n + 1] = max(least, levels[n - 1] - near), levels[n] + near
+    return levels
+
+
 def label_ends(axis: Axes, ends: Mapping[str, tuple[float, str]]) -> None:
     """Write names right of `axis`, each at its value and in its colour, apart from one another;
     `ends`: (value, colour) by name."""
@@ -226,11 +246,7 @@ def label_ends(axis: Axes, ends: Mapping[str, tuple[float, str]]) -> None:
     inches = axis.get_position().height * axis.get_figure().get_figheight()
     texts = [wrapped(name, 14) for _, name in by_height]
     high = [12 * (1 + text.count("\n")) / (72 * inches) for text in texts]
-    levels = [end for end, _ in by_height]
-    for _ in range(100):
-        for n in range(1, len(levels)):
-            near = max(0.0, (high[n - 1] + high[n]) / 2 - (levels[n] - levels[n - 1])) / 2
-            levels[n - 1 : n + 1] = max(0.0, levels[n - 1] - near), levels[n] + near
+    levels = apart([end for end, _ in by_height], high)
     for level, text, (end, name) in zip(levels, texts, by_height, strict=True):
         arrow = {"arrowstyle": "-", "color": ends[name][1], "linewidth": 0.5, "shrinkA": 0}
         axis.annotate(
@@ -243,9 +259,3 @@ def label_ends(axis: Axes, ends: Mapping[str, tuple[float, str]]) -> None:
 def is_rung(impl: str) -> bool:
     """Return True for a rung (v0_eager, b1_tensor_memory, ...), False for a baseline."""
     return _RUNG.match(impl) is not None
-
-
-def colour(impl: str) -> str:
-    """Return the colour of a rung, or GREY for every baseline."""
-    match = _RUNG.match(impl)
-    return RUNG_COLOURS[int(match[1]) % len(RUNG_COLOURS)] if match else GREY
