@@ -51,16 +51,7 @@ from . import (
 from .errors import COMMAND, flags
 from .execution import BOUNDS
 from .gpu import ARCHITECTURES, BENCHMARKS, FAKE_MULTIPROCESSORS
-from .messages import (
-    allowed,
-    allowed_messages,
-    explain,
-    notes,
-    page,
-    report_of,
-    unjudged,
-    unjudged_messages,
-)
+from .messages import found, page, painted, remarks, report_of, unjudged
 from .orders import Order, order_of
 from .sarif import as_sarif
 from .search import KINDS, Search
@@ -181,9 +172,7 @@ def _summaries(reports: list[Report]) -> str:
             times = f", the first of {len(launches)} launches" if len(launches) > 1 else ""
             lines.append(f"{name}{times}:")
         lines.append(summary(launches[0]))
-    lines += [f"note: {note}" for note in notes(reports)]
-    lines += [*allowed_messages(allowed(reports)), *unjudged_messages(unjudged(reports))]
-    return "\n".join(lines)
+    return "\n".join([*lines, *remarks(reports)])
 
 
 def _draw(options: argparse.Namespace, report: Report, error: EmulatorError | None = None) -> None:
@@ -417,26 +406,24 @@ def _check(options: argparse.Namespace, is_clean: Callable[[str], bool]) -> int:
         if reports.findings:
             error = reports.findings[0]
             replay = _command(options, error.schedule)
-            print(f"{type(error).__name__} (schedule {order}): {error}", file=sys.stderr)
-            print(f"{explain(error)}\n  {replay}", file=sys.stderr)
+            print(painted(f"{found(error)}\n  {replay}", sys.stderr), file=sys.stderr)
             if draws and not first:
                 again, _ = _run(options, error.schedule, trace=True, quiet=True)
                 error = again.findings[0] if again.findings else error
                 error.report = again[0] if again and not again.findings else error.report
             if draws and error.report is not None and error.report.timeline:
                 _draw(options, error.report, error)
-            _write(options, report_of(error, replay, search, noted))
+            _write(options, report_of(error, replay, search.as_json(), noted))
             return UNCHECKED if isinstance(error, Unsupported) else FOUND
         if failed:
             print(f"{failed}\n  {_command(options, str(order))}", file=sys.stderr)
             return UNCHECKED
-        if first:
-            print(_summaries(reports))
-            if draws:
-                _draw(options, reports[0])
+        if first and draws:
+            _draw(options, reports[0])
     count = unjudged(noted).total()
-    print(f"nothing found under {search}{f'; {count} not judged' * bool(count)}")
-    _write(options, report_of(None, "", search, noted))
+    verdict = f"nothing found under {search}{f'; {count} not judged' * bool(count)}"
+    print(painted(f"{verdict}\n{_summaries(noted)}", sys.stdout))
+    _write(options, report_of(None, "", search.as_json(), noted))
     return CLEAN
 
 

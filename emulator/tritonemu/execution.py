@@ -279,6 +279,7 @@ def run_clusters(launch: Launch, numbers: Sequence[int], body: Callable[[], None
     launch.start_next = lambda: start(launch.clusters.popleft())
     scheduler.run()
     launch.together = max(launch.together, len(ctas) // count)
+    launch.report.cycles = max(launch.report.cycles, scheduler.last)
     for cta in ctas:
         if launch.report.timeline is not None:
             busy = {name: engine.total for name, engine in cta.engines.items()}

@@ -31,13 +31,29 @@ class BarrierUse:
     """What an mbarrier did: of those of one name, in all CTAs, the most that one did.
 
     count: the arrivals that a phase takes. phases: that were completed. arrivals: of each role, or
-    engine. waits: by role and parity, how many passed; 0: none ever did.
+    engine. waits: by role and parity, how many passed; 0: none ever did. turns: whether a wait
+    computes its parity, so that other data may use the barrier again.
     """
 
     count: int
     phases: int = 0
     arrivals: dict[str, int] = field(default_factory=dict)
     waits: dict[tuple[str, int], int] = field(default_factory=dict)
+    turns: bool = False
+
+    def join(self, other: "BarrierUse") -> None:
+        """Take the most of both."""
+        self.phases, self.turns = max(self.phases, other.phases), self.turns or other.turns
+        for mine, others in ((self.arrivals, other.arrivals), (self.waits, other.waits)):
+            mine.update({key: max(n, mine.get(key, 0)) for key, n in others.items()})
+
+    @property
+    def missing(self) -> str:
+        """What was not seen of its phases, "" after two, of which a wait passed for each parity."""
+        if self.phases < 2:
+            return "one phase only" if self.phases else "no phase"
+        parities = {parity for (_, parity), passed in self.waits.items() if passed}
+        return "" if len(parities) == 2 else "one parity only"
 
 
 @dataclass
@@ -53,7 +69,8 @@ class Report:
     changed what it had read, or did so by atomics. notes: what may be meant so, such as one value
     that several programs store to one place. allowed: findings that a comment allows, how many of
     each (kind, file, line, reason). unjudged: accesses of which the compiled kernel does not tell
-    enough, how many of each (file, line, question). timeline: with `trace=True`.
+    enough, how many of each (file, line, question). cycles: modelled, at the end of the last event.
+    timeline: with `trace=True`.
     """
 
     arch: str
@@ -68,6 +85,7 @@ class Report:
     barrier_use: dict[str, BarrierUse] = field(default_factory=dict)
     warps: dict[str, int] = field(default_factory=dict)
     checks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CHECKS, 0))
+    cycles: float = 0.0
     uninitialized: int = 0
     updated: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
