@@ -29,6 +29,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -214,15 +215,15 @@ def _command(options: argparse.Namespace, schedule: str) -> str:
     return shlex.join([*command, "--schedule", schedule, options.target, *options.arguments])
 
 
-def _scouts(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Build, with `--jobs`, the commands that try the random schedules, by schedule."""
+def _scouts(options: argparse.Namespace) -> dict[str, Callable[[], int]]:
+    """Build, with `--jobs`, what tries the random schedules, by schedule."""
     if not options.jobs or options.schedule or options.search != "random":
         return {}
     scouts = argparse.Namespace(**vars(options) | {"compile": False})
     limit = ["--timeout", str(options.timeout)] if options.timeout else []
     names = [str(order) for order in Search("random", options.schedules)][1:]
-    begin = [sys.executable, "-m", __package__, *limit]
-    return {name: [*begin, *shlex.split(_command(scouts, name))[3:]] for name in names}
+    commands = {name: [*limit, *shlex.split(_command(scouts, name))[3:]] for name in names}
+    return {name: partial(main, command) for name, command in commands.items()}
 
 
 def _place(frames: list[tuple[FrameType, int]]) -> str:
@@ -356,7 +357,7 @@ def _run_each(arguments: list[str]) -> int | None:
     report_options.add_argument("--json")
     report_options.add_argument("--sarif")
     _, shared = report_options.parse_known_args(arguments[: len(arguments) - len(programs)])
-    ran = [processes.run(shared, program) for program in programs]
+    ran = [processes.run(lambda last: main([*shared, *last]), program) for program in programs]
     print(processes.summary(ran))
     _save(options.json, {"programs": ran})
     if options.sarif:
@@ -371,16 +372,16 @@ def main(arguments: list[str] | None = None) -> int:
     if (status := _run_each(arguments)) is not None:
         return status
     options = _parse(arguments)
-    if options.timeout:
-        _end_after(options.timeout, options.json)
     device = contextlib.nullcontext()
     if options.fake_gpu:
         how = {"multiprocessors": options.multiprocessors, "benchmarks": options.benchmarks}
         device = fake_gpu(options.arch, **how)
-    with device, _as_program(options.path, options.arguments), flags(COMMAND):
+    ahead = processes.ahead(_scouts(options), options.jobs or 1)
+    with ahead as is_clean, device, _as_program(options.path, options.arguments), flags(COMMAND):
+        if options.timeout:
+            _end_after(options.timeout, options.json)
         try:
-            with processes.ahead(_scouts(options), options.jobs or 1) as is_clean:
-                return _check(options, is_clean)
+            return _check(options, is_clean)
         except argparse.ArgumentTypeError as error:
             _parser().error(str(error))
         finally:
