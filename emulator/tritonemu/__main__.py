@@ -7,7 +7,7 @@ kernel that is launched as `kernel[grid](...)` runs under the modelled schedule 
 run once for each, and prints the first time. There seems to be a GPU (`--arch`, `--no-fake-gpu`),
 whose tensors lie on the CPU. `--svg`, `--html` and `--trace` keep a timeline: of the launch with
 the finding, or else of the first. `--json` writes what was found and what was covered (its
-fields: README, "Reports"). Options stand before FILE.py; what follows it belongs to the program.
+fields: docs/api.md). Options stand before FILE.py; what follows it belongs to the program.
 `[tool.tritonemu]` of pyproject.toml sets options for a project.
 
 The exit status is 0 if nothing was found, 1 after a finding (also if the program itself fails under

@@ -124,7 +124,7 @@ def painted(text: str, stream: Any) -> str:
 
 
 def as_json(error: EmulatorError, replay: str = "") -> dict[str, Any]:
-    """Convert a finding to JSON values; its fields are in the README, under "Reports"."""
+    """Convert a finding to JSON values; its fields are in docs/api.md."""
     places = []
     for what, location in _places(error):
         calls = [

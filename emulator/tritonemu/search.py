@@ -89,7 +89,7 @@ class Search:
             steps = max(steps, self._order.steps)
 
     def as_json(self) -> dict[str, Any]:
-        """Coverage, as the README lists it under "Reports"."""
+        """Coverage, as docs/api.md lists it."""
         out: dict[str, Any] = {"search": self.kind, "schedules": self.tried}
         if self.only is not None:
             return out | {"search": self.only}
