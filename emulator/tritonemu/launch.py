@@ -44,8 +44,8 @@ class BarrierUse:
     def join(self, other: "BarrierUse") -> None:
         """Take the most of both."""
         self.phases, self.turns = max(self.phases, other.phases), self.turns or other.turns
-        for mine, others in ((self.arrivals, other.arrivals), (self.waits, other.waits)):
-            mine.update({key: max(n, mine.get(key, 0)) for key, n in others.items()})
+        for counts, others in ((self.arrivals, other.arrivals), (self.waits, other.waits)):
+            counts.update({key: max(n, counts.get(key, 0)) for key, n in others.items()})
 
     @property
     def missing(self) -> str:

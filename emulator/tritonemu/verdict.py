@@ -5,7 +5,7 @@ print(verdict)
 assert verdict.clean and not verdict.unjudged and not verdict.unwrapped
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,8 +100,9 @@ def check(
     kernel: Any,
     /,
     *args: Any,
-    search: Search | Sequence[Search | int | str] | None = None,
+    search: Search | Sequence[Search | Iterable[Order] | int | str] | None = None,
     arch: str = "sm_90",
+    trace: bool | None = None,
     **options: Any,
 ) -> Verdict:
     """Launch a kernel under each order of a search, and return what is said of it.
@@ -110,12 +111,13 @@ def check(
     what the first order leaves. Or a function without arguments that launches kernels on memory of
     its own and returns the tensors that it computes, if any, as a sequence or a mapping; it is
     called once for each order. search: default `Search()`; a number is the seed of an order, a text
-    its name. options: of `execution.execute`, and keywords of the kernel.
+    its name. trace: whether launches have a timeline; None: that with the finding, which is run
+    once more. options: of `enabled`, and keywords of the kernel.
 
-    Stops at the first finding, which is run once more for its timeline; other exceptions pass.
+    Stops at the first finding; other exceptions pass.
     """
     verdict, first, tried = Verdict(), None, 0
-    parts = (Search(),) if search is None else search
+    parts = Search() if search is None else search
     parts = (parts,) if isinstance(parts, Search) else tuple(parts)
     names = getattr(kernel, "arg_names", None)
     ours = (OPTIONS | {"multiprocessors", "all_configs"}) - set(names or ())
@@ -124,25 +126,31 @@ def check(
     if names is None and (args or keywords):
         raise TypeError(f"a function takes no arguments here, got {[*args, *keywords]}")
 
-    def launched(order: Order | str, **more: Any) -> Any:
-        verdict.findings.clear()
-        with enabled(arch, **options | {"schedule": order} | more) as reports:
+    def launched(order: Order | str, trace: bool) -> Any:
+        outputs = None
+        with enabled(arch, **options | {"schedule": order, "trace": trace}) as reports:
             try:
-                return call()
+                outputs = call()
             except EmulatorError as error:
-                verdict.findings.append(error)
-            finally:
-                failed = [e.report for e in verdict.findings if e.report is not None]
-                if failed or first is None:
-                    verdict.reports = [*reports, *failed]
+                if error not in reports.findings:  # what PyTorch reads after a launch
+                    if error.report is None:
+                        raise
+                    error.schedule = str(order)
+                    reports.findings.append(error)
+        verdict.findings = reports.findings[:1]
+        if verdict.findings or first is None:
+            failed = [each.report for each in verdict.findings if each.report is not None]
+            verdict.reports = [*reports, *failed]
+        return outputs
 
     for order in (each for part in parts for each in _orders(part)):
-        outputs = launched(order)
+        outputs, tried = launched(order, bool(trace)), tried + 1
         if verdict.findings:
-            if not options.get("trace") and type(verdict.findings[0]) is not EmulatorError:
-                launched(verdict.findings[0].schedule, trace=True)
+            error = verdict.findings[0]
+            if trace is None and type(error) is not EmulatorError:
+                launched(error.schedule, True)
             break
-        tried, now = tried + 1, _bytes(outputs)
+        now = _bytes(outputs)
         if first is None:
             verdict.outputs, first = outputs, [each.clone() for each in now]
         elif not verdict.differs and not all(map(torch.equal, first, now)):
@@ -151,8 +159,8 @@ def check(
         verdict.covered |= part.as_json() if isinstance(part, Search) else {}
     verdict.covered["schedules"] = tried
     if names is not None and first is not None:
-        for tensor, held in zip(call.outputs, first, strict=True):
-            tensor.copy_(held)
+        for tensor, content in zip(call.outputs, first, strict=True):
+            tensor.copy_(content)
     return verdict
 
 
@@ -177,5 +185,5 @@ def _bytes(outputs: Any) -> list[torch.Tensor]:
     return [each.contiguous().reshape(-1).view(torch.uint8) for each in tensors]
 
 
-def _orders(part: Search | int | str) -> Iterator[Order]:
-    return iter(part) if isinstance(part, Search) else iter((order_of(part),))
+def _orders(part: Search | Iterable[Order] | int | str) -> Iterator[Order]:
+    return iter((order_of(part),)) if isinstance(part, int | str) else iter(part)
