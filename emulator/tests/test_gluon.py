@@ -18,7 +18,7 @@ from tritonemu import (
     UninitializedRead,
     run,
 )
-from tritonemu.compiler import asm_of
+from tritonemu.compiler import allocated, asm_of
 from tritonemu.gpu import has_gluon
 
 pytestmark = pytest.mark.gluon
@@ -34,7 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import (  # noqa: E402
 )
 
 from emulator.tests import gluon_kernels as kernels  # noqa: E402
-from tritonemu.gluon.placement import places  # noqa: E402
+from tritonemu.ttgir import places  # noqa: E402
 
 
 def boxed(tensor, *shape):
@@ -161,7 +161,7 @@ def test_where_the_compiler_puts_buffers():
         (kernels.kept_memory, {}, True),
     ):
         bound = dict(zip(kernel.arg_names, one_and_two(), strict=False)) | options
-        (calls, first), (_, second) = places(asm_of(kernel, "sm_90", bound, {}), "sm_90")
+        (calls, first), (_, second) = places(allocated(asm_of(kernel, "sm_90", bound, {}), "sm_90"))
         assert (first != second) == apart
         assert calls[0][0] == "gluon_kernels.py"
 

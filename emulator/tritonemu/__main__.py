@@ -52,7 +52,7 @@ from . import (
 from .errors import COMMAND, flags
 from .execution import BOUNDS
 from .gpu import ARCHITECTURES, BENCHMARKS, FAKE_MULTIPROCESSORS
-from .messages import found, page, painted, remarks, report_of, unjudged
+from .messages import described, page, painted, remarks, report_of, unjudged
 from .orders import Order, order_of
 from .sarif import as_sarif
 from .search import KINDS, Search
@@ -407,7 +407,7 @@ def _check(options: argparse.Namespace, is_clean: Callable[[str], bool]) -> int:
         if reports.findings:
             error = reports.findings[0]
             replay = _command(options, error.schedule)
-            print(painted(f"{found(error)}\n  {replay}", sys.stderr), file=sys.stderr)
+            print(painted(f"{described(error)}\n  {replay}", sys.stderr), file=sys.stderr)
             if draws and not first:
                 again, _ = _run(options, error.schedule, trace=True, quiet=True)
                 error = again.findings[0] if again.findings else error

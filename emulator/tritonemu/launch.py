@@ -242,7 +242,7 @@ class Launch:
     start_next: starts a cluster beside those that run. partition_fences: whether fences are
     demanded between partitions, and there only. threads: who judges what warps of one program do to
     memory, None for nobody. placed: where the compiler puts the shared memory of Gluon, see
-    `gluon.placement`; registers: how their operands in registers lie, see there.
+    `ttgir.places`; registers: how their operands in registers lie, see there.
     """
 
     arch: str

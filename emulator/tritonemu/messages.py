@@ -96,7 +96,7 @@ def explain(error: EmulatorError) -> str:
     return "\n".join(lines)
 
 
-def found(error: EmulatorError) -> str:
+def described(error: EmulatorError) -> str:
     """Format a finding: what it is first, then where."""
     schedule = f" (schedule {error.schedule})" * bool(error.schedule)
     return f"{type(error).__name__}{schedule}: {error}\n{explain(error)}"

@@ -33,8 +33,8 @@ def as_sarif(
         notifications = [_notification("note", note) for note in report.get("notes", ())]
         notifications += [_not_judged(each, folder) for each in report.get("unjudged", ())]
         for each in report.get("unwrapped", ()):
-            told = unwrapped_messages({(each["kernel"], each["barrier"]): each["missing"]})
-            notifications.append(_notification("note", *told))
+            missing = {(each["kernel"], each["barrier"]): each["missing"]}
+            notifications.append(_notification("note", *unwrapped_messages(missing)))
         notes += [each for each in notifications if each not in notes]
     notes += [_notification("error", f"{program} was not checked") for program in unchecked]
     kinds = sorted({result["ruleId"] for result in results})

@@ -85,7 +85,7 @@ class Verdict:
 
     def __str__(self) -> str:
         if self.findings:
-            return messages.found(self.findings[0])
+            return messages.described(self.findings[0])
         tried, count = self.covered.get("schedules", 1), sum(self.unjudged.values())
         counted = f"{tried} schedule{'s' * (tried != 1)}{f'; {count} not judged' * bool(count)}"
         lines = [f"nothing found in {counted}"]
