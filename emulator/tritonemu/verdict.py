@@ -140,7 +140,7 @@ def check(
         verdict.findings = reports.findings[:1]
         if verdict.findings or first is None:
             failed = [each.report for each in verdict.findings if each.report is not None]
-            verdict.reports = [*reports, *failed]
+            verdict.reports = [*reports, *(each for each in failed if each not in reports)]
         return outputs
 
     for order in (each for part in parts for each in _orders(part)):
