@@ -15,6 +15,7 @@ from tritonemu import (
     MissingFence,
     OutOfBounds,
     Race,
+    ResourceLimit,
     UninitializedRead,
     run,
 )
@@ -164,6 +165,13 @@ def test_where_the_compiler_puts_buffers():
         (calls, first), (_, second) = places(allocated(asm_of(kernel, "sm_90", bound, {}), "sm_90"))
         assert (first != second) == apart
         assert calls[0][0] == "gluon_kernels.py"
+
+
+def test_dead_memory_counts_as_the_compiler_lets_buffers_share_it():
+    y = torch.zeros(128, 256)
+    report = run(kernels.large_memory, (1,), y, KEPT=False)
+    assert bool((y == 2).all()) and 2**17 <= report.shared_bytes < 2**18
+    refused(ResourceLimit, "got 262144", kernels.large_memory, y, KEPT=True)
 
 
 @pytest.mark.parametrize("bug", ("", "fence of consumer"))

@@ -30,7 +30,7 @@ from .tasks import Region
 from .threads import Threads
 from .tile import FROM_TORCH, cast, scalar
 from .timeline import Timeline
-from .ttgir import places, registers
+from .ttgir import places, registers, shared_bytes
 from .undefined import MODES
 
 if find_spec("triton.language.extra.tlx"):  # not in upstream's Triton
@@ -164,7 +164,9 @@ def execute(
             if getattr(kernel, "is_gluon", bool)():
                 _begin_gluon(launch, options.get("num_ctas") or 1)
                 ask_front_end(kernel, arch, bound.arguments, options)
-                launch.placed = cache(lambda: places(allocated(asm(), arch)))
+                module = cache(lambda: allocated(asm(), arch))
+                launch.placed = cache(lambda: places(module()))
+                launch.compiled_bytes = cache(lambda: shared_bytes(module()))
                 launch.registers = cache(lambda: registers(asm()["ttgir"]))
             body = lowering.function(kernel)
             values = {p.name: _argument(launch, bound.arguments[p.name], p) for p in kernel.params}

@@ -189,11 +189,12 @@ class Cta:
     def reserve(self, num_bytes: int) -> None:
         report = self.launch.report
         self.shared_bytes += num_bytes
-        report.shared_bytes = max(report.shared_bytes, self.shared_bytes)
-        if self.shared_bytes > SHARED_BYTES:
-            raise ResourceLimit(
-                f"shared memory has {SHARED_BYTES} bytes per CTA, got {self.shared_bytes}"
-            )
+        needed = self.shared_bytes
+        if needed > SHARED_BYTES:  # if buffers do not share them
+            needed = self.launch.compiled_bytes() or needed
+        report.shared_bytes = max(report.shared_bytes, needed)
+        if needed > SHARED_BYTES:
+            raise ResourceLimit(f"shared memory has {SHARED_BYTES} bytes per CTA, got {needed}")
 
     def reserve_columns(self, storage: Any) -> None:
         """Count the columns of all tensor memory, after `storage` came or changed."""
@@ -242,7 +243,8 @@ class Launch:
     start_next: starts a cluster beside those that run. partition_fences: whether fences are
     demanded between partitions, and there only. threads: who judges what warps of one program do to
     memory, None for nobody. placed: where the compiler puts the shared memory of Gluon, see
-    `ttgir.places`; registers: how their operands in registers lie, see there.
+    `ttgir.places`; compiled_bytes: how many bytes that takes, 0 if unknown; registers: how their
+    operands in registers lie, see there.
     """
 
     arch: str
@@ -270,6 +272,7 @@ class Launch:
     num_ctas: int = 1
     pairs: bool = False
     placed: Callable[[], list[Any]] = list
+    compiled_bytes: Callable[[], int] = int
     registers: Callable[[], dict[Any, Any]] = dict
 
     def steal(self) -> tuple[int, int, int] | None:

@@ -117,6 +117,12 @@ def places(text: str) -> list[tuple[Calls, int]]:
     return [(tuple(calls(loc, known)), int(offset)) for offset, loc in every]
 
 
+def shared_bytes(text: str) -> int:
+    """Return the bytes of shared memory that the allocator takes, 0 if it does not tell."""
+    match = re.search(r"ttg\.shared = (\d+) : i32", text)
+    return int(match[1]) if match else 0
+
+
 CtaBases = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 """`cga_layout` or `block_bases` of a layout, by that name; nothing of one that has neither."""
 
