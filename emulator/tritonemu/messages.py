@@ -170,10 +170,7 @@ def page(report: Any, error: EmulatorError | None = None) -> str:
 
 def allowed(reports: Iterable[Any]) -> Counter[tuple[str, str, int, str]]:
     """Count the findings of all launches that comments allow, by kind, file, line and reason."""
-    times: Counter[tuple[str, str, int, str]] = Counter()
-    for report in reports:
-        times.update(report.allowed)
-    return times
+    return sum((Counter(report.allowed) for report in reports), Counter())
 
 
 def allowed_messages(times: Counter[tuple[str, str, int, str]]) -> list[str]:
@@ -186,10 +183,7 @@ def allowed_messages(times: Counter[tuple[str, str, int, str]]) -> list[str]:
 
 def unjudged(reports: Iterable[Any]) -> Counter[tuple[str, int, str]]:
     """Count the accesses of all launches that were not judged, by file, line and question."""
-    times: Counter[tuple[str, int, str]] = Counter()
-    for report in reports:
-        times.update(report.unjudged)
-    return times
+    return sum((Counter(report.unjudged) for report in reports), Counter())
 
 
 def unjudged_messages(times: Counter[tuple[str, int, str]]) -> list[str]:
