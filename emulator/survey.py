@@ -6,8 +6,9 @@ Each file is a program for a GPU that launches kernels, a test for example; it r
 its own, on a fake GPU. Only the first, the middle and the last programs of a grid run, `--programs`
 in all, and only a few launches of each kernel: this shows whether its operations are known, not
 whether its results are right. A finding ends its launch and not the program. Then come the kernels
-that did not run to the end, by the message of their first launch that did not. Findings after the
-first of a file are marked: they may come from what an unfinished kernel left behind.
+that did not run to the end, by the message of their first launch that did not, what could not be
+judged, and barriers that did not go through both parities. Findings after the first of a file are
+marked: they may come from what an unfinished kernel left behind.
 """
 
 import argparse
@@ -37,6 +38,7 @@ def examine(path: str, programs: int, seconds: int) -> None:
     import tritonemu
     from tritonemu import launch_hooks
     from tritonemu.launch import Launch
+    from tritonemu.messages import remarks
 
     class Sample(collections.deque):
         def extend(self, clusters: Any) -> None:
@@ -47,6 +49,7 @@ def examine(path: str, programs: int, seconds: int) -> None:
             super().extend(every)
 
     messages: dict[str, str] = {}
+    reports: list[Any] = []
     launches: collections.Counter[str] = collections.Counter()
     begin, run = Launch.__init__, launch_hooks.run_enabled
 
@@ -60,7 +63,7 @@ def examine(path: str, programs: int, seconds: int) -> None:
         if launches[name] > LAUNCHES:
             return
         try:
-            run(kernel, *args, **kwargs)
+            reports.append(run(kernel, *args, **kwargs))
         except tritonemu.EmulatorError as error:
             later = "(later) " * any(messages.values())
             messages[name] = messages.get(name) or f"{later}{type(error).__name__}: {error.args[0]}"
@@ -80,7 +83,8 @@ def examine(path: str, programs: int, seconds: int) -> None:
             runpy.run_path(path, run_name="__main__")
     except BaseException as error:
         ended = f"{type(error).__name__}: {error}"
-    print("\n" + MARK + json.dumps({"ended": ended, "kernels": messages}), flush=True)
+    result = {"ended": ended, "kernels": messages, "remarks": remarks(reports)}
+    print("\n" + MARK + json.dumps(result), flush=True)
     os._exit(0)
 
 
@@ -95,6 +99,7 @@ def main() -> None:
         examine(options.files[0], options.programs, options.seconds)
     kernels: dict[str, str] = {}
     ends: list[str] = []
+    said: collections.Counter[str] = collections.Counter()
     for file in options.files:
         command = [sys.executable, __file__, "--one", f"--programs={options.programs}"]
         command += [f"--seconds={options.seconds}", file]
@@ -105,11 +110,12 @@ def main() -> None:
             lines = [line for line in process.stdout.splitlines() if line.startswith(MARK)]
         except subprocess.TimeoutExpired:
             lines = []
-        result = {"ended": "no answer", "kernels": {}}
+        result = {"ended": "no answer", "kernels": {}, "remarks": []}
         if lines:
             result = json.loads(lines[-1].removeprefix(MARK))
         for name, message in result["kernels"].items():
             kernels[name] = kernels.get(name) or message
+        said.update(result["remarks"])
         if result["ended"]:
             ends.append(f"{file}: {result['ended'][:150]}")
     ran = sum(not message for message in kernels.values())
@@ -120,6 +126,7 @@ def main() -> None:
             by_reason[re.sub(r"\d+", "#", message)[:110]].append(f"{name}: {message}")
     for reason in sorted(by_reason, key=lambda reason: -len(by_reason[reason])):
         print(*by_reason[reason], sep="\n")
+    print("\nremarks:", *(said or ["none"]), sep="\n")
     print("\nprograms that ended early:", *(ends or ["none"]), sep="\n")
 
 

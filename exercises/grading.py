@@ -25,7 +25,7 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,7 +40,6 @@ from exercises.catalogue import blank
 from exercises.hints import Failure, Rule
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_lab.measuring import compile_check, testing
-from tritonemu.errors import line_in
 
 LIMITS = {"max_steps": 100_000, "timeout": 10.0}
 SEEDS = 0, 1
@@ -197,27 +196,29 @@ class _Grading:
             failure.source = self.text.splitlines()
             raise
 
-    def _run(self, stage: str, case: Case, **options: object) -> tuple[Outputs, list]:
+    def _run(
+        self, stage: str, case: Case, search: Sequence[object] = ("modelled",), **options: object
+    ) -> tritonemu.Verdict:
         options = LIMITS | dict(self.exercise.options) | options
         try:
-            with tritonemu.enabled(self.exercise.arch, **options) as reports:
-                return case.call(self.module), reports
-        except tritonemu.EmulatorError as error:
-            if not options.get("trace") and type(error) is not tritonemu.EmulatorError:
-                # Once more, for a drawing.
-                self._run(stage, case, **options | {"trace": True})
-            raise self._finding(stage, error) from error
+            verdict = tritonemu.check(
+                lambda: case.call(self.module), search=search, arch=self.exercise.arch, **options
+            )
         except Exception as error:
             raise self._failed(stage, error) from error
+        if not verdict.clean:
+            raise self._finding(stage, verdict.finding) from verdict.finding
+        return verdict
 
     def _judged(self, stage: str, case: Case) -> str:
         inputs = [each.clone() for each in case.inputs]
-        outputs, reports = self._run(stage, case)
-        for name, use in ((n, u) for report in reports for n, u in report.barrier_use.items()):
+        verdict = self._run(stage, case)
+        outputs = verdict.outputs
+        for (_, name), use in verdict.barriers.items():
             self.phases[name] = max(self.phases.get(name, 0), use.phases)
         if not all(map(torch.equal, inputs, case.inputs)):
             raise self.fail(stage, "inputs", "the kernel changed its inputs")
-        if not sum(report.bytes_stored for report in reports):
+        if not sum(report.bytes_stored for report in verdict.reports):
             raise self.fail(stage, "empty", "nothing is stored", open=self._next_hole())
         exact, baseline = case.exact(), case.baseline()
         used = 0.0
@@ -262,10 +263,12 @@ class _Grading:
         places += [(each.what, each.location) for each in error.orderings]
         places += [("barrier", location) for _, location, _ in error.barriers]
         file = str(self.path)
-        lines = [(self._named(what), line_in(location, file)) for what, location in places]
+        lines = [
+            (self._named(what), tritonemu.line_in(location, file)) for what, location in places
+        ]
         message = self._named(str(error.args[0]))
         if waits:
-            stuck = ((w.role, line_in(w.location, file), w.what) for w in waits)
+            stuck = ((w.role, tritonemu.line_in(w.location, file), w.what) for w in waits)
             message = "\n".join(self._named(f"{a} (line {line}) {what}") for a, line, what in stuck)
         kind = "time" if type(error) is tritonemu.EmulatorError else type(error).__name__
         failure = self.fail(stage, kind, message, stages=getattr(self.module, "STAGES", 0))
@@ -311,14 +314,7 @@ class _Grading:
 
     def _schedules(self, case: Case) -> str:
         search = tritonemu.Search("exhaustive", schedules=8)
-        options = LIMITS | dict(self.exercise.options)
-        checked = tritonemu.check(
-            lambda: [*case.call(self.module).values()], search, *SEEDS,
-            arch=self.exercise.arch, **options,
-        )  # fmt: skip
-        if checked.finding is not None:
-            self._run("schedules", case, schedule=checked.finding.schedule)
-            raise self._finding("schedules", checked.finding)
+        checked = self._run("schedules", case, (search, *SEEDS))
         claimed = self.exercise.same_bits(self.module)
         if claimed is None:
             raise self.fail("schedules", "unsaid", "does every order give the same bits?")
@@ -371,16 +367,15 @@ class _Grading:
 
     def _beside(self, beside: Beside) -> tuple[str, str]:
         trace = not beside.bytes
-        _, readers = self._run("beside the book", beside.case, trace=trace)
-        with tritonemu.enabled(self.exercise.arch, trace=trace) as ours:
-            beside.ours()
-        yours, book = readers[-1], ours[-1]
+        yours = self._run("beside the book", beside.case, trace=trace).reports[-1]
+        arch = self.exercise.arch
+        book = tritonemu.check(beside.ours, search=["modelled"], arch=arch, trace=trace).reports[-1]
         if beside.bytes:
             ratio = yours.bytes_loaded / book.bytes_loaded
             said = f"{yours.bytes_loaded:,} bytes loaded, {beside.name} {book.bytes_loaded:,}"
             said, page = f"{said}; {yours.dots} MMAs, {book.dots}", ""
         else:
-            ends = [max(e.end for e in x.timeline.events) for x in (yours, book)]
+            ends = [yours.cycles, book.cycles]
             busy = [
                 100 * x.timeline.busy[0]["tensor core"] / end
                 for x, end in zip((yours, book), ends, strict=True)

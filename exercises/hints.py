@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tritonemu import EmulatorError
-from tritonemu.errors import line_in
+from tritonemu import EmulatorError, line_in
 
 Facts = dict[str, Any]
 

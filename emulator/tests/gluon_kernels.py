@@ -488,6 +488,22 @@ def dead_memory(target, y, BUG: gl.constexpr):
 
 
 @gluon.jit
+def large_memory(y, KEPT: gl.constexpr):
+    """Two buffers of 128 KB, which fit if the first is dead before the second."""
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    first = gl.allocate_shared_memory(gl.float32, [128, 256], S)
+    first.store(gl.full([128, 256], 1.0, gl.float32, L))
+    ones = first.load(L)
+    second = gl.allocate_shared_memory(gl.float32, [128, 256], S)
+    second.store(ones + 1.0)
+    if KEPT:
+        second.store(first.load(L) + 1.0)
+    rows = gl.arange(0, 128, gl.SliceLayout(1, L))[:, None]
+    gl.store(y + rows * 256 + gl.arange(0, 256, gl.SliceLayout(0, L))[None, :], second.load(L))
+
+
+@gluon.jit
 def kept_memory(target, y):
     S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     first = gl.allocate_shared_memory(gl.float32, [32, 32], target.layout)

@@ -4,8 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import tritonemu
+from tritonemu import __main__ as command
 from tritonemu.__main__ import main
 
 PAGES = Path(__file__).parents[1] / "docs"
@@ -24,6 +26,41 @@ def program(code):
 
 def kinds(error=tritonemu.EmulatorError):
     return [each for kind in error.__subclasses__() for each in (kind.__name__, *kinds(kind))]
+
+
+def test_every_exit_status_is_there():
+    rows = re.findall(r"^\| (\d) \|", (PAGES / "use.md").read_text(), re.MULTILINE)
+    names = ("CLEAN", "FOUND", "USAGE", "UNCHECKED", "TIMEOUT")
+    assert [*map(int, rows)] == [getattr(command, name) for name in names]
+
+
+def test_the_contexts(tmp_path):
+    (lines,) = re.findall(r"```python\n(.*?)```", (PAGES / "api.md").read_text(), re.DOTALL)
+    readme = (PAGES.parent / "README.md").read_text()
+    names = {"pytest": pytest, "__name__": "racy"}
+    path = tmp_path / "racy.py"
+    path.write_text(re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1])
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    exec(lines.replace("with ", "with pytest.raises(tritonemu.Race), "), names)
+    assert not tritonemu.is_enabled() and not torch.ones(1).is_cuda
+
+
+def test_every_field_of_a_verdict_is_there():
+    rows = re.findall(r"^\| `(.*?)` \|", (PAGES / "api.md").read_text(), re.MULTILINE)
+    named = {name for row in rows for name in row.split("`, `")}
+    public = {name for name in dir(tritonemu.Verdict()) if not name.startswith("_")}
+    assert public - {"as_json"} <= named
+    reported = tritonemu.Verdict().as_json()
+    assert reported.keys() <= {name.removesuffix("[]") for name in named}
+
+
+@pytest.mark.tlx
+def test_the_figure_is_what_its_program_draws(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(PAGES)
+    assert main(["--schedule", "modelled", "--svg", str(tmp_path / "race.svg"), "ring.py"]) == 1
+    assert "ring.py:29: [task0 of CTA 0] copy issued by task0" in capsys.readouterr().err
+    drawn = (PAGES / "_static" / "race.svg").read_text()
+    assert (tmp_path / "race.svg").read_text() == drawn
 
 
 def test_every_kind_of_report_has_a_program():

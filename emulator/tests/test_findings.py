@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 
 from emulator.tests.checking import box, grid2, place, refused, tlx
-from tritonemu import Deadlock, EmulatorError, InvalidKernel, Race, Search, check, run
-from tritonemu.errors import line_in
+from tritonemu import Deadlock, EmulatorError, InvalidKernel, Race, Search, check, line_in, run
 
 pytestmark = pytest.mark.tlx
 
@@ -121,16 +120,16 @@ def test_a_check_says_what_it_covered_and_which_order_gives_other_bits():
         last_kernel[(2,)](out)
         return [out]
 
-    checked = check(right, Search("exhaustive", schedules=8), 0, 1)
+    checked = check(right, search=(Search("exhaustive", schedules=8), 0, 1))
     assert checked.finding is None and checked.differs == ""
     assert checked.covered["exhausted"] and checked.covered["classes"] == 1
-    checked = check(last, *range(8), resident=2)
+    checked = check(last, search=range(8), resident=2)
     assert checked.finding is None and checked.differs in map(str, range(1, 8))
 
     def stuck():
         ring_kernel[(1,)](*ring(), FAULT="kept")
 
-    assert isinstance(check(stuck, 0).finding, Deadlock)
+    assert isinstance(check(stuck, search=[0]).finding, Deadlock)
 
 
 @triton.jit

@@ -15,10 +15,11 @@ from tritonemu import (
     MissingFence,
     OutOfBounds,
     Race,
+    ResourceLimit,
     UninitializedRead,
     run,
 )
-from tritonemu.compiler import asm_of
+from tritonemu.compiler import allocated, asm_of
 from tritonemu.gpu import has_gluon
 
 pytestmark = pytest.mark.gluon
@@ -34,7 +35,7 @@ from triton.experimental.gluon.nvidia.hopper import (  # noqa: E402
 )
 
 from emulator.tests import gluon_kernels as kernels  # noqa: E402
-from tritonemu.gluon.placement import places  # noqa: E402
+from tritonemu.ttgir import places  # noqa: E402
 
 
 def boxed(tensor, *shape):
@@ -161,9 +162,16 @@ def test_where_the_compiler_puts_buffers():
         (kernels.kept_memory, {}, True),
     ):
         bound = dict(zip(kernel.arg_names, one_and_two(), strict=False)) | options
-        (calls, first), (_, second) = places(asm_of(kernel, "sm_90", bound, {}), "sm_90")
+        (calls, first), (_, second) = places(allocated(asm_of(kernel, "sm_90", bound, {}), "sm_90"))
         assert (first != second) == apart
         assert calls[0][0] == "gluon_kernels.py"
+
+
+def test_dead_memory_counts_as_the_compiler_lets_buffers_share_it():
+    y = torch.zeros(128, 256)
+    report = run(kernels.large_memory, (1,), y, KEPT=False)
+    assert bool((y == 2).all()) and 2**17 <= report.shared_bytes < 2**18
+    refused(ResourceLimit, "got 262144", kernels.large_memory, y, KEPT=True)
 
 
 @pytest.mark.parametrize("bug", ("", "fence of consumer"))

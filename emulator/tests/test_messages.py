@@ -215,6 +215,7 @@ def test_a_report_without_a_finding(script, tmp_path, capsys):
         "notes": [],
         "allowed": [],
         "unjudged": [],
+        "unwrapped": [],
         "covered": {
             "search": "exhaustive", "schedules": 2, "exhausted": True, "classes": 1,
             "redundant": 0,

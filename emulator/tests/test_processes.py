@@ -71,6 +71,14 @@ def test_the_worst_status_counts(names, status, programs, capfd):
     assert [one["program"] for one in written()["programs"]] == names
 
 
+def test_programs_start_with_what_is_imported_and_end_alone(programs, capfd):
+    imported = "import sys\nassert 'pytest' in sys.modules\nsys.modules['left'] = sys\n"
+    for name in ("one.py", "two.py"):
+        Path(name).write_text(f"{imported}{TEXTS['right.py']}")
+    assert each("one.py", "two.py") == 0 and "left" not in sys.modules
+    assert capfd.readouterr().out.count("nothing found under") == 2
+
+
 def test_one_report_has_all(programs, capfd):
     names = ["racy.py", "noted.py", "broken.py"]
     assert each("--arch", "sm_100", "--sarif", "all.sarif", *names) == 1

@@ -36,10 +36,11 @@ from .errors import (
     UninitializedRead,
     Unsupported,
     WrongResult,
+    line_in,
 )
 from .execution import run
 from .gpu import fake_gpu
-from .launch import Report
+from .launch import BarrierUse, Report
 from .launch_hooks import (
     MULTIPROCESSORS,
     Reports,
@@ -49,13 +50,14 @@ from .launch_hooks import (
     is_enabled,
     run_enabled,
 )
-from .search import Checked, Search, check
+from .search import Search
 from .timeline import Timeline, interactive
+from .verdict import Verdict, check
 
 __all__ = [
     "AliasedWait",
     "BarrierMisuse",
-    "Checked",
+    "BarrierUse",
     "Deadlock",
     "DescriptorError",
     "DeviceAssertion",
@@ -74,6 +76,7 @@ __all__ = [
     "UndefinedValue",
     "UninitializedRead",
     "Unsupported",
+    "Verdict",
     "WrongResult",
     "check",
     "current_arch",
@@ -82,6 +85,7 @@ __all__ = [
     "fake_gpu",
     "interactive",
     "is_enabled",
+    "line_in",
     "run",
     "run_enabled",
 ]

@@ -7,7 +7,7 @@ kernel that is launched as `kernel[grid](...)` runs under the modelled schedule 
 run once for each, and prints the first time. There seems to be a GPU (`--arch`, `--no-fake-gpu`),
 whose tensors lie on the CPU. `--svg`, `--html` and `--trace` keep a timeline: of the launch with
 the finding, or else of the first. `--json` writes what was found and what was covered (its
-fields: README, "Reports"). Options stand before FILE.py; what follows it belongs to the program.
+fields: docs/api.md). Options stand before FILE.py; what follows it belongs to the program.
 `[tool.tritonemu]` of pyproject.toml sets options for a project.
 
 The exit status is 0 if nothing was found, 1 after a finding (also if the program itself fails under
@@ -29,6 +29,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -36,35 +37,17 @@ from typing import Any, NoReturn
 import torch
 import triton
 
-from . import (
-    EmulatorError,
-    Report,
-    Reports,
-    Unsupported,
-    WrongResult,
-    enabled,
-    fake_gpu,
-    gpu,
-    processes,
-    settings,
-)
+from . import EmulatorError, Report, Unsupported, WrongResult, fake_gpu, gpu, processes, settings
 from .errors import COMMAND, flags
 from .execution import BOUNDS
 from .gpu import ARCHITECTURES, BENCHMARKS, FAKE_MULTIPROCESSORS
-from .messages import (
-    allowed,
-    allowed_messages,
-    explain,
-    notes,
-    page,
-    report_of,
-    unjudged,
-    unjudged_messages,
-)
+from .launch_hooks import current_reports
+from .messages import page, painted, remarks
 from .orders import Order, order_of
 from .sarif import as_sarif
 from .search import KINDS, Search
 from .undefined import MODES
+from .verdict import check
 
 CLEAN, FOUND, USAGE, UNCHECKED, TIMEOUT = range(5)
 
@@ -80,6 +63,13 @@ _MACHINERY = (
 _REPEATED = (
     *("multiprocessors", "all_configs", "allow_uninitialized", "allow_unguarded", "compile"),
     *("masked", "strict", "bounds", "resident", "benchmarks"),
+)
+
+
+# Those that `check` takes as they are.
+_PASSED = (
+    *("arch", "multiprocessors", "all_configs", "strict", "bounds", "masked", "resident"),
+    "compile",
 )
 
 
@@ -181,9 +171,7 @@ def _summaries(reports: list[Report]) -> str:
             times = f", the first of {len(launches)} launches" if len(launches) > 1 else ""
             lines.append(f"{name}{times}:")
         lines.append(summary(launches[0]))
-    lines += [f"note: {note}" for note in notes(reports)]
-    lines += [*allowed_messages(allowed(reports)), *unjudged_messages(unjudged(reports))]
-    return "\n".join(lines)
+    return "\n".join([*lines, *remarks(reports)])
 
 
 def _draw(options: argparse.Namespace, report: Report, error: EmulatorError | None = None) -> None:
@@ -225,15 +213,15 @@ def _command(options: argparse.Namespace, schedule: str) -> str:
     return shlex.join([*command, "--schedule", schedule, options.target, *options.arguments])
 
 
-def _scouts(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Build, with `--jobs`, the commands that try the random schedules, by schedule."""
+def _scouts(options: argparse.Namespace) -> dict[str, Callable[[], int]]:
+    """Build, with `--jobs`, what tries the random schedules, by schedule."""
     if not options.jobs or options.schedule or options.search != "random":
         return {}
     scouts = argparse.Namespace(**vars(options) | {"compile": False})
     limit = ["--timeout", str(options.timeout)] if options.timeout else []
     names = [str(order) for order in Search("random", options.schedules)][1:]
-    begin = [sys.executable, "-m", __package__, *limit]
-    return {name: [*begin, *shlex.split(_command(scouts, name))[3:]] for name in names}
+    commands = {name: [*limit, *shlex.split(_command(scouts, name))[3:]] for name in names}
+    return {name: partial(main, command) for name, command in commands.items()}
 
 
 def _place(frames: list[tuple[FrameType, int]]) -> str:
@@ -367,7 +355,7 @@ def _run_each(arguments: list[str]) -> int | None:
     report_options.add_argument("--json")
     report_options.add_argument("--sarif")
     _, shared = report_options.parse_known_args(arguments[: len(arguments) - len(programs)])
-    ran = [processes.run(shared, program) for program in programs]
+    ran = [processes.run(lambda last: main([*shared, *last]), program) for program in programs]
     print(processes.summary(ran))
     _save(options.json, {"programs": ran})
     if options.sarif:
@@ -382,16 +370,16 @@ def main(arguments: list[str] | None = None) -> int:
     if (status := _run_each(arguments)) is not None:
         return status
     options = _parse(arguments)
-    if options.timeout:
-        _end_after(options.timeout, options.json)
     device = contextlib.nullcontext()
     if options.fake_gpu:
         how = {"multiprocessors": options.multiprocessors, "benchmarks": options.benchmarks}
         device = fake_gpu(options.arch, **how)
-    with device, _as_program(options.path, options.arguments), flags(COMMAND):
+    ahead = processes.ahead(_scouts(options), options.jobs or 1)
+    with ahead as is_clean, device, _as_program(options.path, options.arguments), flags(COMMAND):
+        if options.timeout:
+            _end_after(options.timeout, options.json)
         try:
-            with processes.ahead(_scouts(options), options.jobs or 1) as is_clean:
-                return _check(options, is_clean)
+            return _check(options, is_clean)
         except argparse.ArgumentTypeError as error:
             _parser().error(str(error))
         finally:
@@ -399,92 +387,81 @@ def main(arguments: list[str] | None = None) -> int:
                 signal.setitimer(signal.ITIMER_REAL, 0)
 
 
+class _NotChecked(Exception):
+    """The program fails by itself, under the modelled schedule."""
+
+
 def _check(options: argparse.Namespace, is_clean: Callable[[str], bool]) -> int:
     """Run the program under each schedule but those known to be clean; return the exit status."""
     draws = bool(options.trace or options.svg or options.html)
     search = Search(options.search, options.schedules, options.depth, only=options.schedule)
-    noted = Reports()  # of the first schedule
-    for order in search:
-        if is_clean(str(order)):
-            continue
-        first = search.tried == 1
-        reports, failed = _run(options, order, trace=draws and first, quiet=not first)
-        noted = reports if first else noted
-        if failed and not reports.findings and str(order) != "modelled":
-            error = WrongResult(f"the program fails under this schedule:\n{failed}", ("", 0))
-            error.schedule, error.report = str(order), reports[0] if reports else None
-            reports.findings.append(error)
-        if reports.findings:
-            error = reports.findings[0]
-            replay = _command(options, error.schedule)
-            print(f"{type(error).__name__} (schedule {order}): {error}", file=sys.stderr)
-            print(f"{explain(error)}\n  {replay}", file=sys.stderr)
-            if draws and not first:
-                again, _ = _run(options, error.schedule, trace=True, quiet=True)
-                error = again.findings[0] if again.findings else error
-                error.report = again[0] if again and not again.findings else error.report
-            if draws and error.report is not None and error.report.timeline:
-                _draw(options, error.report, error)
-            _write(options, report_of(error, replay, search, noted))
-            return UNCHECKED if isinstance(error, Unsupported) else FOUND
-        if failed:
-            print(f"{failed}\n  {_command(options, str(order))}", file=sys.stderr)
-            return UNCHECKED
-        if first:
-            print(_summaries(reports))
-            if draws:
-                _draw(options, reports[0])
-    count = unjudged(noted).total()
-    print(f"nothing found under {search}{f'; {count} not judged' * bool(count)}")
-    _write(options, report_of(None, "", search, noted))
-    return CLEAN
+    order = ""
+
+    def orders() -> Iterator[Order]:
+        nonlocal order
+        for each in search:
+            order = str(each)
+            if not is_clean(order):
+                yield each
+
+    def program() -> None:
+        quiet = contextlib.redirect_stdout(io.StringIO()) if search.tried > 1 else None
+        with quiet or contextlib.nullcontext():
+            failed = _run(options)
+        reports = current_reports()
+        if not failed and not reports:
+            failed = f"{options.target} launched no kernel"
+        if failed and not reports.findings:
+            if order == "modelled":
+                raise _NotChecked(failed)
+            message = f"the program fails under this schedule:\n{failed}"
+            report = reports[0] if reports else Report(options.arch)
+            raise WrongResult(message, ("", 0), report=report)
+
+    judged = {name: getattr(options, name) for name in _PASSED}
+    judged["uninitialized"] = "allow" if options.allow_uninitialized else "error"
+    judged["unguarded"] = "allow" if options.allow_unguarded else "error"
+    try:
+        verdict = check(program, search=[orders()], trace=draws, **judged)
+    except _NotChecked as failed:
+        print(f"{failed}\n  {_command(options, order)}", file=sys.stderr)
+        return UNCHECKED
+    verdict.covered, error = search.as_json(), verdict.finding
+    replay = _command(options, error.schedule) if error else ""
+    report = error.report if error else verdict.reports[0]
+    if error:
+        print(painted(f"{verdict}\n  {replay}", sys.stderr), file=sys.stderr)
+    else:
+        count = sum(verdict.unjudged.values())
+        said = f"nothing found under {search}{f'; {count} not judged' * bool(count)}"
+        print(painted(f"{said}\n{_summaries(verdict.reports)}", sys.stdout))
+    if draws and (not error or (report is not None and report.timeline)):
+        _draw(options, report, error)
+    _write(options, verdict.as_json(replay))
+    return CLEAN if not error else UNCHECKED if isinstance(error, Unsupported) else FOUND
 
 
-def _run(
-    options: argparse.Namespace, schedule: str | Order, trace: bool, quiet: bool
-) -> tuple[Reports, str]:
-    """Run the program once; return its launches, and why it failed or that there are none."""
-    failed = ""
+def _run(options: argparse.Namespace) -> str:
+    """Run the program once; return why it failed."""
     torch.manual_seed(0)
-    with (
-        contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext(),
-        enabled(
-            options.arch,
-            multiprocessors=options.multiprocessors,
-            all_configs=options.all_configs,
-            schedule=schedule,
-            trace=trace,
-            strict=options.strict,
-            bounds=options.bounds,
-            uninitialized="allow" if options.allow_uninitialized else "error",
-            unguarded="allow" if options.allow_unguarded else "error",
-            masked=options.masked,
-            resident=options.resident,
-            compile=options.compile and not quiet,
-        ) as reports,
-    ):
-        try:
-            if options.name is None:
-                runpy.run_path(options.path, run_name="__main__")
-            else:
-                if options.function is None:
-                    options.function = load(options.path, options.name)
-                options.function()
-        except argparse.ArgumentTypeError:
+    try:
+        if options.name is None:
+            runpy.run_path(options.path, run_name="__main__")
+        else:
+            options.function = options.function or load(options.path, options.name)
+            options.function()
+    except argparse.ArgumentTypeError:
+        raise
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            return f"{options.target} ended with exit status {error.code}"
+    except EmulatorError as error:
+        if error.report is not None:
             raise
-        except SystemExit as error:
-            if error.code not in (None, 0):
-                failed = f"{options.target} ended with exit status {error.code}"
-        except EmulatorError as error:
-            if error.report is not None and error not in reports.findings:
-                error.schedule = str(schedule)
-                reports.findings.append(error)  # what PyTorch reads after a launch
-            failed = _failure(error)
-        except Exception as error:
-            failed = _failure(error)
-    if not failed and not reports:
-        failed = f"{options.target} launched no kernel"
-    return reports, failed
+        return _failure(error)
+    except Exception as error:
+        return _failure(error)
+    return ""
 
 
 if __name__ == "__main__":

@@ -264,8 +264,10 @@ class MBarrier:
         self.observers[role] = role.epoch, location, role.spot
         self._add("waits", (role.name, phase % 2), 1)
 
-    def wait(self, role: Role, parity: int) -> None:
+    def wait(self, role: Role, parity: Any) -> None:
         """Suspend the role until the phase of this parity is the last completed one."""
+        self.summary.turns |= not isinstance(parity, int)
+        parity = int(parity)
         if parity not in (0, 1):
             raise self.misuse(f"a wait takes phase 0 or 1, got {parity}")
         start, location, passes = role.time, current_location(), self.passes(parity)
@@ -295,6 +297,7 @@ class MBarrier:
 
     def finish(self) -> None:
         """Check at the end of the kernel that no bytes are left over."""
+        self.summary.join(self.use)
         if self.missing_bytes:
             what = "is still expecting" if self.missing_bytes > 0 else "received in excess"
             raise self.misuse(

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import triton
+from triton._C.libtriton import nvidia
 from triton._utils import find_paths_if, get_iterable_path
 from triton.backends.compiler import BaseBackend, GPUTarget
 from triton.compiler import ASTSource
@@ -25,6 +26,8 @@ from triton.runtime.jit import JITFunction, native_specialize_impl
 
 from .errors import InvalidKernel, Location, ResourceLimit
 from .launch import SHARED_BYTES, TENSOR_COLUMNS
+
+_PTX_VERSION = 80  # of the allocator alone, whose result does not depend on it
 
 
 def _source(kernel: JITFunction, arguments: Mapping[str, Any]) -> ASTSource:
@@ -103,6 +106,22 @@ def asm_of(
     return _compiled(kernel, arch, arguments, options).asm
 
 
+def allocated(asm: Mapping[str, Any], arch: str) -> str:
+    """Let the compiler place the shared memory of a compiled Gluon kernel; returns the module."""
+    context = ir.context()
+    ir.load_dialects(context)
+    nvidia.load_dialects(context)
+    with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:
+        file.write(asm["ttgir"])
+        file.flush()
+        module = ir.parse_mlir_module(file.name, context)
+    passes = ir.pass_manager(context)
+    capability = target_of(arch).arch
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(passes, capability, _PTX_VERSION)
+    passes.run(module, "allocate")
+    return str(module)
+
+
 def compile_launch(
     kernel: JITFunction, arch: str, arguments: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
@@ -123,8 +142,8 @@ def compile_launch(
     ):
         if needs > has:
             raise ResourceLimit(f"{what} the compiled kernel needs {needs}", ("", 0))
-    registers = re.search(r"requestedRegisters = array<i32: (\d+)", compiled.asm.get("ttgir", ""))
-    if registers and "setmaxnreg" not in compiled.asm["ptx"]:
+    asked = "requestedRegisters = array<i32: " in compiled.asm.get("ttgir", "")
+    if asked and "setmaxnreg" not in compiled.asm["ptx"]:
         warnings.warn(
             f"the compiler drops the registers= of the tasks of {kernel.fn.__name__}",
             UserWarning,

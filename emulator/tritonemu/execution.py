@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction, TensorWrapper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .barriers import ClusterBarrier
-from .compiler import ask_front_end, asm_of, compile_launch
+from .compiler import allocated, ask_front_end, asm_of, compile_launch
 from .errors import EmulatorError, InvalidKernel, Unsupported, location_of
 from .gpu import HOST_DESCRIPTORS, check_arch, has_gluon
 from .language import MODULES, NAMES
@@ -30,6 +30,7 @@ from .tasks import Region
 from .threads import Threads
 from .tile import FROM_TORCH, cast, scalar
 from .timeline import Timeline
+from .ttgir import places, registers, shared_bytes
 from .undefined import MODES
 
 if find_spec("triton.language.extra.tlx"):  # not in upstream's Triton
@@ -41,7 +42,6 @@ if has_gluon():
     from .gluon import MODULES as GLUON_MODULES
     from .gluon.im2col import Im2Col
     from .gluon.memory import described
-    from .gluon.placement import places, registers
 
     MODULES = {**MODULES, **GLUON_MODULES}
 
@@ -164,8 +164,10 @@ def execute(
             if getattr(kernel, "is_gluon", bool)():
                 _begin_gluon(launch, options.get("num_ctas") or 1)
                 ask_front_end(kernel, arch, bound.arguments, options)
-                launch.placed = cache(lambda: places(asm(), arch))
-                launch.registers = cache(lambda: registers(asm()))
+                module = cache(lambda: allocated(asm(), arch))
+                launch.placed = cache(lambda: places(module()))
+                launch.compiled_bytes = cache(lambda: shared_bytes(module()))
+                launch.registers = cache(lambda: registers(asm()["ttgir"]))
             body = lowering.function(kernel)
             values = {p.name: _argument(launch, bound.arguments[p.name], p) for p in kernel.params}
             launch.clusters.extend(range(math.prod(sizes) // math.prod(shape)))
@@ -279,6 +281,7 @@ def run_clusters(launch: Launch, numbers: Sequence[int], body: Callable[[], None
     launch.start_next = lambda: start(launch.clusters.popleft())
     scheduler.run()
     launch.together = max(launch.together, len(ctas) // count)
+    launch.report.cycles = max(launch.report.cycles, scheduler.last)
     for cta in ctas:
         if launch.report.timeline is not None:
             busy = {name: engine.total for name, engine in cta.engines.items()}

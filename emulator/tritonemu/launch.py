@@ -31,13 +31,29 @@ class BarrierUse:
     """What an mbarrier did: of those of one name, in all CTAs, the most that one did.
 
     count: the arrivals that a phase takes. phases: that were completed. arrivals: of each role, or
-    engine. waits: by role and parity, how many passed; 0: none ever did.
+    engine. waits: by role and parity, how many passed; 0: none ever did. turns: whether a wait
+    computes its parity, so that other data may use the barrier again.
     """
 
     count: int
     phases: int = 0
     arrivals: dict[str, int] = field(default_factory=dict)
     waits: dict[tuple[str, int], int] = field(default_factory=dict)
+    turns: bool = False
+
+    def join(self, other: "BarrierUse") -> None:
+        """Take the most of both."""
+        self.phases, self.turns = max(self.phases, other.phases), self.turns or other.turns
+        for counts, others in ((self.arrivals, other.arrivals), (self.waits, other.waits)):
+            counts.update({key: max(n, counts.get(key, 0)) for key, n in others.items()})
+
+    @property
+    def missing(self) -> str:
+        """What was not seen of its phases, "" after two, of which a wait passed for each parity."""
+        if self.phases < 2:
+            return "one phase only" if self.phases else "no phase"
+        parities = {parity for (_, parity), passed in self.waits.items() if passed}
+        return "" if len(parities) == 2 else "one parity only"
 
 
 @dataclass
@@ -53,7 +69,8 @@ class Report:
     changed what it had read, or did so by atomics. notes: what may be meant so, such as one value
     that several programs store to one place. allowed: findings that a comment allows, how many of
     each (kind, file, line, reason). unjudged: accesses of which the compiled kernel does not tell
-    enough, how many of each (file, line, question). timeline: with `trace=True`.
+    enough, how many of each (file, line, question). cycles: modelled, at the end of the last event.
+    timeline: with `trace=True`.
     """
 
     arch: str
@@ -68,6 +85,7 @@ class Report:
     barrier_use: dict[str, BarrierUse] = field(default_factory=dict)
     warps: dict[str, int] = field(default_factory=dict)
     checks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CHECKS, 0))
+    cycles: float = 0.0
     uninitialized: int = 0
     updated: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
@@ -171,11 +189,12 @@ class Cta:
     def reserve(self, num_bytes: int) -> None:
         report = self.launch.report
         self.shared_bytes += num_bytes
-        report.shared_bytes = max(report.shared_bytes, self.shared_bytes)
-        if self.shared_bytes > SHARED_BYTES:
-            raise ResourceLimit(
-                f"shared memory has {SHARED_BYTES} bytes per CTA, got {self.shared_bytes}"
-            )
+        needed = self.shared_bytes
+        if needed > SHARED_BYTES:  # if buffers do not share them
+            needed = self.launch.compiled_bytes() or needed
+        report.shared_bytes = max(report.shared_bytes, needed)
+        if needed > SHARED_BYTES:
+            raise ResourceLimit(f"shared memory has {SHARED_BYTES} bytes per CTA, got {needed}")
 
     def reserve_columns(self, storage: Any) -> None:
         """Count the columns of all tensor memory, after `storage` came or changed."""
@@ -224,7 +243,8 @@ class Launch:
     start_next: starts a cluster beside those that run. partition_fences: whether fences are
     demanded between partitions, and there only. threads: who judges what warps of one program do to
     memory, None for nobody. placed: where the compiler puts the shared memory of Gluon, see
-    `gluon.placement`; registers: how their operands in registers lie, see there.
+    `ttgir.places`; compiled_bytes: how many bytes that takes, 0 if unknown; registers: how their
+    operands in registers lie, see there.
     """
 
     arch: str
@@ -252,6 +272,7 @@ class Launch:
     num_ctas: int = 1
     pairs: bool = False
     placed: Callable[[], list[Any]] = list
+    compiled_bytes: Callable[[], int] = int
     registers: Callable[[], dict[Any, Any]] = dict
 
     def steal(self) -> tuple[int, int, int] | None:

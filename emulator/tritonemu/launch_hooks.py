@@ -215,6 +215,11 @@ def is_enabled() -> bool:
     return _ENABLED.get() is not None
 
 
+def current_reports() -> Reports:
+    """Return the reports of the open `enabled` context so far; RuntimeError without one."""
+    return _opened().reports
+
+
 def current_arch() -> str:
     """Return the architecture of the open `enabled` context; RuntimeError without one."""
     return _opened().arch

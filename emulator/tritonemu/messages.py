@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import PYTEST, EmulatorError, Location, flags_begin, pytest_command
+from .launch import BarrierUse
 from .timeline import interactive
 
 
@@ -95,8 +96,35 @@ def explain(error: EmulatorError) -> str:
     return "\n".join(lines)
 
 
+def described(error: EmulatorError) -> str:
+    """Format a finding: what it is first, then where."""
+    schedule = f" (schedule {error.schedule})" * bool(error.schedule)
+    return f"{type(error).__name__}{schedule}: {error}\n{explain(error)}"
+
+
+def remarks(reports: Iterable[Any]) -> list[str]:
+    """List, a line for each, what there is to say of launches without a finding."""
+    return [
+        *(f"note: {note}" for note in notes(reports)),
+        *allowed_messages(allowed(reports)),
+        *unjudged_messages(unjudged(reports)),
+        *unwrapped_messages(unwrapped(barriers(reports))),
+    ]
+
+
+def painted(text: str, stream: Any) -> str:
+    """Colour what is said first, the places and their source, if the stream is a terminal and
+    NO_COLOR is not set."""
+    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    verdict = "32" if text.startswith("nothing found") else "31"
+    text = re.sub(r"\A[^:;\n]+", rf"\033[1;{verdict}m\g<0>\033[0m", text)
+    text = re.sub(r"(?m)^  (?:[^\s:][^:\n]*:)(?= \S+:\d)", "\033[36m\\g<0>\033[0m", text)
+    return re.sub(r"(?m)^      .*", "\033[1m\\g<0>\033[0m", text)
+
+
 def as_json(error: EmulatorError, replay: str = "") -> dict[str, Any]:
-    """Convert a finding to JSON values; its fields are in the README, under "Reports"."""
+    """Convert a finding to JSON values; its fields are in docs/api.md."""
     places = []
     for what, location in _places(error):
         calls = [
@@ -142,10 +170,7 @@ def page(report: Any, error: EmulatorError | None = None) -> str:
 
 def allowed(reports: Iterable[Any]) -> Counter[tuple[str, str, int, str]]:
     """Count the findings of all launches that comments allow, by kind, file, line and reason."""
-    times: Counter[tuple[str, str, int, str]] = Counter()
-    for report in reports:
-        times.update(report.allowed)
-    return times
+    return sum((Counter(report.allowed) for report in reports), Counter())
 
 
 def allowed_messages(times: Counter[tuple[str, str, int, str]]) -> list[str]:
@@ -158,10 +183,7 @@ def allowed_messages(times: Counter[tuple[str, str, int, str]]) -> list[str]:
 
 def unjudged(reports: Iterable[Any]) -> Counter[tuple[str, int, str]]:
     """Count the accesses of all launches that were not judged, by file, line and question."""
-    times: Counter[tuple[str, int, str]] = Counter()
-    for report in reports:
-        times.update(report.unjudged)
-    return times
+    return sum((Counter(report.unjudged) for report in reports), Counter())
 
 
 def unjudged_messages(times: Counter[tuple[str, int, str]]) -> list[str]:
@@ -173,16 +195,52 @@ def unjudged_messages(times: Counter[tuple[str, int, str]]) -> list[str]:
     ]
 
 
+def barriers(
+    reports: Iterable[Any], uses: dict[tuple[str, str], BarrierUse] | None = None
+) -> dict[tuple[str, str], BarrierUse]:
+    """Join, by kernel and name, what mbarriers did in all launches; to `uses`, if any."""
+    uses = {} if uses is None else uses
+    for report in reports:
+        for name, use in report.barrier_use.items():
+            uses.setdefault((report.kernel, name), BarrierUse(use.count)).join(use)
+    return uses
+
+
+def unwrapped(uses: dict[tuple[str, str], BarrierUse]) -> dict[tuple[str, str], str]:
+    """Tell, by kernel and name, what was not seen of the phases of mbarriers.
+
+    Of those only whose parity is computed, as in a ring; an array of which all lack the same is
+    named once.
+    """
+    arrays: dict[tuple[str, str], dict[str, BarrierUse]] = {}
+    for (kernel, name), use in uses.items():
+        arrays.setdefault((kernel, name.partition("[")[0]), {})[name] = use
+    missing: dict[tuple[str, str], str] = {}
+    for (kernel, array), members in arrays.items():
+        if any(use.turns for use in members.values()):
+            whole = {use.missing for use in members.values()}
+            named = {array: whole.pop()} if len(whole) == 1 else {
+                name: use.missing for name, use in members.items()
+            }  # fmt: skip
+            missing |= {(kernel, name): what for name, what in named.items() if what}
+    return missing
+
+
+def unwrapped_messages(missing: dict[tuple[str, str], str]) -> list[str]:
+    """Format a line for each of `unwrapped`."""
+    return [f"barrier {name} of {kernel}: {what}" for (kernel, name), what in missing.items()]
+
+
 def notes(reports: Iterable[Any]) -> list[str]:
     """List the notes of all launches, each once."""
     return list(dict.fromkeys(note for report in reports for note in report.notes))
 
 
 def report_of(
-    finding: EmulatorError | None, replay: str, search: Any, reports: list[Any]
+    finding: EmulatorError | None, replay: str, covered: dict[str, Any], reports: list[Any]
 ) -> dict[str, Any]:
-    """Build the report of a command: its finding, what `reports` of one schedule tell, and the
-    coverage of its search."""
+    """Build the report of `--json`: a finding, what `reports` of one schedule tell, and what the
+    search covered."""
 
     def counted(times: Counter[Any], *names: str) -> list[dict[str, Any]]:
         return [dict(zip(names, key, strict=True)) | {"times": n} for key, n in times.items()]
@@ -192,5 +250,9 @@ def report_of(
         "notes": notes(reports),
         "allowed": counted(allowed(reports), "kind", "file", "line", "reason"),
         "unjudged": counted(unjudged(reports), "file", "line", "question"),
-        "covered": search.as_json(),
+        "unwrapped": [
+            {"kernel": kernel, "barrier": name, "missing": what}
+            for (kernel, name), what in unwrapped(barriers(reports)).items()
+        ],
+        "covered": covered,
     }

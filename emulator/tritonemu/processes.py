@@ -1,13 +1,18 @@
-"""Runs several programs, or schedules of one, each in its own process."""
+"""Runs several programs, or schedules of one, each in a process of its own.
+
+These are forks of one that has imported PyTorch and Triton, and has used neither: an import takes
+seconds, and a fork none.
+"""
 
 import contextlib
 import json
-import subprocess
+import os
+import signal
 import sys
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +26,34 @@ _MEANINGS = {
 }
 
 
-def run(options: Sequence[str], program: str) -> dict[str, Any]:
-    """Run the command on one program; return its name, its exit status, and its report, None if it
-    wrote none.
+def _fork(work: Callable[[], int], quiet: bool = False) -> int:
+    """Start a process that ends with the status that the work returns; return its id."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if process := os.fork():
+        return process
+    ended = 3
+    try:
+        for number in (0, 1, 2) if quiet else (0,):
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+        ended = work()
+    except SystemExit as error:
+        ended = error.code if isinstance(error.code, int) else 3
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(ended)
 
-    options: of the command line. What the program prints appears here, too.
-    """
+
+def run(command: Callable[[list[str]], int], program: str) -> dict[str, Any]:
+    """Run a command on one program; return its name, the exit status, and the report, None if there
+    is none. The command takes the options that end with the program."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
-        command = [sys.executable, "-m", __package__, *options, "--json", str(path), program]
-        sys.stdout.flush()
-        status = subprocess.run(command, stdin=subprocess.DEVNULL).returncode
+        process = _fork(lambda: command(["--json", str(path), program]))
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     return {"program": program, "status": status, "report": report}
 
@@ -56,23 +78,40 @@ def summary(ran: Sequence[dict[str, Any]]) -> str:
 
 
 @contextlib.contextmanager
-def ahead(commands: Mapping[str, Sequence[str]], processes: int) -> Iterator[Callable[[str], bool]]:
-    """Run these commands in the background, at most `processes` at a time; yields a function that
-    waits for a command and returns whether its status was 0. At the end none is left."""
-    alive: list[subprocess.Popen] = []
+def ahead(work: Mapping[str, Callable[[], int]], processes: int) -> Iterator[Callable[[str], bool]]:
+    """Do named work in the background, in at most `processes` at a time; yields a function that
+    waits for one and returns whether its status was 0. At the end no process is left."""
+    if not work:
+        yield lambda name: False
+        return
+    reading, writing = os.pipe()
 
-    def status(command: Sequence[str]) -> int:
-        quiet = subprocess.DEVNULL
-        process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
-        alive.append(process)
-        return process.wait()
+    def manage() -> int:
+        os.setpgid(0, 0)
+        alive: dict[int, str] = {}
+        for name in (*work, *[""] * processes):
+            if alive and (not name or len(alive) == processes):
+                process, status = os.wait()
+                os.write(writing, f"{alive.pop(process)} {status}\n".encode())
+            if name:
+                alive[_fork(work[name], quiet=True)] = name
+        return 0
 
-    with ThreadPoolExecutor(processes) as pool:
-        ended = {name: pool.submit(status, command) for name, command in commands.items()}
+    manager, ended = _fork(manage), {}
+    with contextlib.suppress(OSError):  # whoever of the two comes first
+        os.setpgid(manager, manager)
+    os.close(writing)
+    with os.fdopen(reading) as statuses:
+
+        def is_clean(name: str) -> bool:
+            while name in work and name not in ended and (line := statuses.readline()):
+                which, _, status = line.rpartition(" ")
+                ended[which] = int(status)
+            return ended.get(name) == 0
+
         try:
-            yield lambda name: name in ended and ended[name].result() == 0
+            yield is_clean
         finally:
-            for each in ended.values():
-                each.cancel()
-            for process in alive:
-                process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(manager, signal.SIGKILL)
+            os.waitpid(manager, 0)

@@ -17,20 +17,31 @@ import pytest
 from . import Unsupported, enabled, fake_gpu, settings
 from .errors import PYTEST, flags
 from .execution import BOUNDS
-from .gpu import ARCHITECTURES, BENCHMARKS
-from .messages import allowed, allowed_messages, notes, tested, unjudged, unjudged_messages
+from .gpu import ARCHITECTURES, BENCHMARKS, FAKE_MULTIPROCESSORS
+from .messages import (
+    allowed,
+    allowed_messages,
+    barriers,
+    notes,
+    tested,
+    unjudged,
+    unjudged_messages,
+    unwrapped,
+    unwrapped_messages,
+)
 from .undefined import MODES
 
 _DEFAULTS = {
     **{"--emulated-arch": "sm_90", "--emulated-schedules": 2, "--emulated-masked": "nan"},
     **{"--emulated-all-configs": False, "--emulated-strict": False, "--emulated-bounds": "tensor"},
-    **{"--emulated-benchmarks": "skip"},
+    **{"--emulated-benchmarks": "skip", "--emulated-multiprocessors": FAKE_MULTIPROCESSORS},
     **{"--emulated-allow-uninitialized": False, "--emulated-allow-unguarded": False},
 }
 _NOTES = pytest.StashKey()  # of all launches, and the first test of each
 _SETTINGS = [flag.removeprefix(PYTEST) for flag in _DEFAULTS]
 _TIMES = pytest.StashKey()  # of each of _COUNTED how many there are of all launches
 _TESTS = pytest.StashKey()  # of each of those the first test
+_BARRIERS = pytest.StashKey()  # what mbarriers did in all launches
 _COUNTED = ((allowed, allowed_messages), (unjudged, unjudged_messages))
 
 
@@ -45,6 +56,8 @@ def pytest_addoption(parser):
     group.addoption("--fake-gpu", action="store_true", help="run all tests without a GPU")
     add("arch", "architecture of that GPU", choices=ARCHITECTURES)
     add("schedules", "random schedules for each test (default 2)", type=int, metavar="N")
+    few = f"multiprocessors of that GPU (default {FAKE_MULTIPROCESSORS})"
+    add("multiprocessors", few, type=int, metavar="N")
     add("all-configs", "run every configuration of autotuned kernels, not the first that fits")
     add("masked", "lanes off without `other`", choices=MODES)
     add("benchmarks", "of triton.testing: none, or the smallest size", choices=BENCHMARKS)
@@ -87,10 +100,12 @@ def _emulated(config, schedule):
         "unguarded": "allow" if options.emulated_allow_unguarded else "error",
     }
     named = flags(PYTEST, _command(config))
-    gpu = fake_gpu(arch, benchmarks=options.emulated_benchmarks)
+    count = options.emulated_multiprocessors
+    gpu = fake_gpu(arch, multiprocessors=count, benchmarks=options.emulated_benchmarks)
     with named, gpu, enabled(arch, schedule=schedule, **how) as reports:
         yield reports
         test = tested()
+        barriers(reports, config.stash[_BARRIERS])
         for note in notes(reports):
             config.stash[_NOTES].setdefault(note, test)
         for times, (count, _) in zip(config.stash[_TIMES], _COUNTED, strict=True):
@@ -105,6 +120,7 @@ def pytest_terminal_summary(terminalreporter, config):
     for times, (_, messages) in zip(config.stash.get(_TIMES, ()), _COUNTED, strict=False):
         for line, key in zip(messages(times), times, strict=True):
             lines.append(f"{line}{_first(config.stash[_TESTS][key])}")
+    lines += unwrapped_messages(unwrapped(config.stash.get(_BARRIERS, {})))
     if lines:
         terminalreporter.section("tritonemu")
         for line in lines:
@@ -119,7 +135,7 @@ def pytest_configure(config):
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "tritonemu":
             module.__tracebackhide__ = True
-    config.stash[_NOTES], config.stash[_TESTS] = {}, {}
+    config.stash[_NOTES], config.stash[_TESTS], config.stash[_BARRIERS] = {}, {}, {}
     config.stash[_TIMES] = [count([]) for count, _ in _COUNTED]
     if config.option.fake_gpu:  # from here on: modules ask for a GPU when they are imported
         stack = contextlib.ExitStack()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__, errors
-from .messages import unjudged_messages
+from .messages import unjudged_messages, unwrapped_messages
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
@@ -32,6 +32,9 @@ def as_sarif(
         results += [each for each in findings if each not in results]
         notifications = [_notification("note", note) for note in report.get("notes", ())]
         notifications += [_not_judged(each, folder) for each in report.get("unjudged", ())]
+        for each in report.get("unwrapped", ()):
+            missing = {(each["kernel"], each["barrier"]): each["missing"]}
+            notifications.append(_notification("note", *unwrapped_messages(missing)))
         notes += [each for each in notifications if each not in notes]
     notes += [_notification("error", f"{program} was not checked") for program in unchecked]
     kinds = sorted({result["ruleId"] for result in results})

@@ -305,7 +305,7 @@ class Scheduler:
     order: who runs next. numbers: counters of roles, operations and steps, shared by all clusters
     of a launch. deadline: the `time.monotonic` by which it must end. timeline: to be filled, or
     None. changes: how often anything changed that a loop may wait for. synced: of each role, by its
-    index, the last waits and arrivals on mbarriers.
+    index, the last waits and arrivals on mbarriers. last: the end of the last event.
     """
 
     order: Order
@@ -314,6 +314,7 @@ class Scheduler:
     max_steps: int | None = None
     deadline: float = math.inf
     changes: int = 0
+    last: float = 0.0
     ready: list[Role] = field(default_factory=list)
     blocked: list[Role] = field(default_factory=list)
     queues: dict[Any, deque] = field(default_factory=dict)
@@ -334,6 +335,7 @@ class Scheduler:
     ) -> None:  # fmt: skip
         """Add an event to the timeline, at the line of its file that leads to `location`. lane: a
         role, or the name of an engine of `cta`."""
+        self.last = max(self.last, end)
         if self.timeline is None:
             return
         if isinstance(lane, Role):

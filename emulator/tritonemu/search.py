@@ -28,14 +28,10 @@ atomics, and turns of `while`. A loop that waits for memory has no bound on its 
 ends at `schedules`, or cuts executions that are far longer than the first, and is not exhausted.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from .errors import EmulatorError
-from .launch_hooks import enabled
 from .orders import Choices, Order, Priorities, Random, order_of
 
 DEFAULTS = {"random": 4, "pct": 50, "exhaustive": 1000}
@@ -93,7 +89,7 @@ class Search:
             steps = max(steps, self._order.steps)
 
     def as_json(self) -> dict[str, Any]:
-        """Coverage, as the README lists it under "Reports"."""
+        """Coverage, as docs/api.md lists it."""
         out: dict[str, Any] = {"search": self.kind, "schedules": self.tried}
         if self.only is not None:
             return out | {"search": self.only}
@@ -126,46 +122,6 @@ class Search:
         if self.exhausted:
             return f"all interleavings: {classes}, in {self.tried} executions"
         return f"{classes} in {self.tried} executions; there are more"
-
-
-@dataclass
-class Checked:
-    """What a `check` found: the finding that ended it, None without one; the name of the first
-    schedule that gives other bits than the modelled one, "" without one; what it covered, as
-    `Search.as_json`, without "exhausted" if it did not come to its end."""
-
-    finding: EmulatorError | None = None
-    differs: str = ""
-    covered: dict[str, Any] = field(default_factory=dict)
-
-
-def check(
-    call: Callable[[], Sequence[torch.Tensor]], *orders: Search | int, **options: Any
-) -> Checked:
-    """Call under each of these orders, searches and seeds, in `enabled(**options)`, and compare.
-
-    call: launches kernels on memory of its own and returns what it computes. Stops at the first
-    finding; other exceptions pass.
-    """
-    checked, first = Checked(), None
-    for order in (each for part in orders for each in _orders(part)):
-        try:
-            with enabled(schedule=order, **options):
-                outputs = call()
-        except EmulatorError as error:
-            checked.finding = error
-            break
-        if first is None:
-            first = [each.clone() for each in outputs]
-        elif not checked.differs and not all(map(torch.equal, first, outputs)):
-            checked.differs = str(order)
-    for part in orders:
-        checked.covered |= part.as_json() if isinstance(part, Search) else {}
-    return checked
-
-
-def _orders(part: Search | int) -> Iterator[Order]:
-    return iter((order_of(part),)) if isinstance(part, int) else iter(part)
 
 
 def _dependent(a: _Note, b: _Note) -> bool:

@@ -19,17 +19,8 @@ else:
 
 OPTIONS = (
     *("arch", "search", "schedules", "depth", "multiprocessors", "all-configs"),
-    *(
-        "allow-uninitialized",
-        "allow-unguarded",
-        "compile",
-        "masked",
-        "strict",
-        "bounds",
-        "resident",
-        "benchmarks",
-        "jobs",
-    ),
+    *("allow-uninitialized", "allow-unguarded", "compile", "masked", "strict", "bounds"),
+    *("resident", "benchmarks", "jobs"),
 )
 
 

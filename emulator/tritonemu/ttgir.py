@@ -1,4 +1,5 @@
-"""TTGIR of a launch: which warp has which element of a block, and which loads come early.
+"""TTGIR of a launch: which warp, or CTA, has which element of a block, where buffers lie, and which
+loads come early.
 
 The software pipeliner lets a loop issue loads of later iterations before stores of earlier ones; it
 does not ask whether their memory overlaps. Of what TTGIR does not tell the answer is None.
@@ -48,14 +49,20 @@ class _Linear:
         return sum(bits, torch.zeros_like(positions))
 
 
+def _bases(text: str) -> dict[str, list[tuple[int, ...]]]:
+    """Parse the bases of a linear layout, by the name of what has them."""
+    lists = re.findall(r"(\w+) = \[((?:\[[\d, ]+\](?:, )?)*)\]", text)
+    return {name: [*map(_numbers, re.findall(r"\[([\d, ]+)\]", each))] for name, each in lists}
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
 def _linear(sizes: tuple[int, ...], text: str) -> _Linear | None:
     """Parse a linear layout; None if several warps have an element, or if no bit of its position
     alone says which has it."""
-    lists = re.findall(r"(\w+) = \[((?:\[[\d, ]+\](?:, )?)*)\]", text)
-    bases = {
-        name: [tuple(map(int, base.split(","))) for base in re.findall(r"\[([\d, ]+)\]", each)]
-        for name, each in lists
-    }
+    bases = _bases(text)
     steps = [max(base) for several in bases.values() for base in several if sum(base) == max(base)]
     count = sum(map(len, bases.values()))
     if len(steps) < count or any(step & step - 1 for step in steps) or "warp" not in bases:
@@ -66,10 +73,7 @@ def _linear(sizes: tuple[int, ...], text: str) -> _Linear | None:
 
 
 def _blocked(sizes: tuple[int, ...], text: str) -> _Blocked:
-    lists = {
-        name: tuple(map(int, numbers.split(",")))
-        for name, numbers in re.findall(r"(\w+) = \[([\d, ]+)\]", text)
-    }
+    lists = {name: _numbers(each) for name, each in re.findall(r"(\w+) = \[([\d, ]+)\]", text)}
     spans = zip(lists["sizePerThread"], lists["threadsPerWarp"], strict=True)
     return _Blocked(sizes, tuple(a * b for a, b in spans), lists["warpsPerCTA"], lists["order"])
 
@@ -99,6 +103,53 @@ def calls(loc: str, known: Mapping[str, str]) -> Iterator[tuple[str, int]]:
 def names(text: str) -> dict[str, str]:
     """Map the names of locations and layouts to what they stand for."""
     return dict(re.findall(r"^(#\w+) = (?:loc\()?(.*?)\)?$", text, re.MULTILINE))
+
+
+Calls = tuple[tuple[str, int], ...]
+"""File name, without folders, and line of an allocation and of the calls that lead there, innermost
+first."""
+
+
+def places(text: str) -> list[tuple[Calls, int]]:
+    """Locate the allocations of a module that the allocator has seen, with offsets in bytes."""
+    form = r"local_alloc .*allocation\.offset = (\d+) .*loc\((#loc\d*)\)$"
+    known, every = names(text), re.findall(form, text, re.MULTILINE)
+    return [(tuple(calls(loc, known)), int(offset)) for offset, loc in every]
+
+
+def shared_bytes(text: str) -> int:
+    """Return the bytes of shared memory that the allocator takes, 0 if it does not tell."""
+    match = re.search(r"ttg\.shared = (\d+) : i32", text)
+    return int(match[1]) if match else 0
+
+
+CtaBases = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
+"""`cga_layout` or `block_bases` of a layout, by that name; nothing of one that has neither."""
+
+
+def registers(text: str) -> dict[tuple[str, int], set[CtaBases]]:
+    """Collect the CTA layouts of registers in lines that move them to or from shared memory."""
+    known = names(text)
+    layouts: dict[tuple[str, int], set[CtaBases]] = {}
+    operation = r" t\w+\.(?:async_shared_store|local_store|local_gather|local_scatter) "
+    for types, loc in re.findall(operation + r"(.*) loc\((.*)\)$", text, re.MULTILINE):
+        for layout in re.findall(r"tensor<[^,>]*, (#[\w.]+(?:<\{.*?\}>)?)>", types):
+            location = next(calls(loc, known), ("", 0))
+            layouts.setdefault(location, set()).add(_of_ctas(layout, known))
+    return layouts
+
+
+def _of_ctas(layout: str, known: Mapping[str, str]) -> CtaBases:
+    text = known.get(layout, layout)
+    if part := re.match(r"#ttg\.slice<\{dim = (\d+), parent = (.*)\}>$", text):
+        dim = int(part[1])
+        return tuple(
+            (name, tuple(basis[:dim] + basis[dim + 1 :] for basis in bases))
+            for name, bases in _of_ctas(part[2], known)
+        )
+    bases = _bases(text)
+    named = (("CGALayout", "cga_layout"), ("block", "block_bases"))
+    return next((((name, (*bases[each],)),) for each, name in named if each in bases), ())
 
 
 @dataclass

@@ -219,7 +219,7 @@ def test_the_examples_of_the_emulator_run(emulator):
     ran = run(emulator.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=folder)
     assert re.search(r"^\d+ passed in", ran.stdout, re.M)
 
-    program, fixture, _ = re.findall(
+    program, _, fixture = re.findall(
         r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL
     )
     (folder / "racy.py").write_text(program)

@@ -147,7 +147,8 @@ def init(mbarrier: Any, count: int) -> None:
         one.key = (lane.cta.number, id(cells), barriers.position)
         one.clock.join(clock)
         cells.initialisers[barriers.position], cells.live[barriers.position] = initialisers, one
-        current().report.barriers += lane is role
+        report, all_cells = current().report, [c for c in lane.cta.allocations if type(c) is Cells]
+        report.barriers = max(report.barriers, sum(len(c.live) for c in all_cells))
 
     in_ctas(make)
 
@@ -214,7 +215,7 @@ def wait(mbarrier: Any, phase: Any, pred: Any = True, deps: Any = ()) -> None:
             if not barrier.passes(int(phase)):
                 all_here(f"a wait for {barriers.name}")
             current().report.checks["barrier"] += 1
-            barrier.wait(lane, int(phase))
+            barrier.wait(lane, phase)
 
     in_ctas(act)
 

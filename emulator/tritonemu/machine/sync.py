@@ -123,7 +123,7 @@ def barrier_wait(bar: Any, phase: Any, pred: Any = None) -> None:
         raise InvalidKernel("barrier_wait takes a barrier of its own CTA")
     if holds(pred):
         current().report.checks["barrier"] += 1
-        bar.wait(role, int(phase))
+        bar.wait(role, phase)
 
 
 @op

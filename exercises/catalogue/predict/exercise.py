@@ -13,12 +13,12 @@ WITHIN = 0.15
 @cache
 def modelled(keys: int, stages: int) -> tuple[float, float, int]:
     """(cycles of the tile, of the tensor core, bytes of shared memory)."""
-    with tritonemu.enabled(trace=True) as reports:
-        v4.forward(gdpa_batch((128,), (512,), head_dim=128), config=v4.Config(keys, stages))
-    (report,) = reports
-    timeline = report.timeline
-    cycles = max(event.end for event in timeline.events)
-    return cycles, timeline.busy[0]["tensor core"], report.shared_bytes
+    batch, config = gdpa_batch((128,), (512,), head_dim=128), v4.Config(keys, stages)
+    verdict = tritonemu.check(
+        lambda: v4.forward(batch, config=config), search=["modelled"], trace=True
+    )
+    (report,) = verdict.reports
+    return report.cycles, report.timeline.busy[0]["tensor core"], report.shared_bytes
 
 
 def predicted(module) -> str:
