@@ -37,7 +37,6 @@ from .errors import (
     Unsupported,
     WrongResult,
 )
-from .execution import run
 from .gpu import fake_gpu
 from .launch import Report
 from .launch_hooks import (
@@ -47,6 +46,7 @@ from .launch_hooks import (
     current_multiprocessors,
     enabled,
     is_enabled,
+    run,
     run_enabled,
 )
 from .search import Checked, Search, check

@@ -263,8 +263,13 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return [tensor for each in values for tensor in tensors_of(each)]
 
 
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Return whether a program with a pretended GPU has this tensor on the CPU."""
+    return getattr(tensor, _HOST, False)
+
+
 def _on_gpu(tensor: torch.Tensor) -> bool:
-    return not getattr(tensor, _HOST, False)
+    return not is_on_host(tensor)
 
 
 _ATTRIBUTES: dict[Any, Callable[[torch.Tensor], Any]] = {

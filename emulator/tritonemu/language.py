@@ -19,6 +19,7 @@ import torch
 import triton.language as tl
 from triton.language.core import is_builtin
 from triton.language.extra.cuda import libdevice
+from triton.runtime import _allocation
 
 from . import library, tile, undefined
 from .blocks import BlockPointer
@@ -349,6 +350,10 @@ def expect_zero(x: Any, mask: Any) -> Any:
 def make_tensor_descriptor(
     base: Tile, shape: Any, strides: Any, block_shape: Any, padding_option: str = "zero"
 ) -> Descriptor:
+    if isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
+        raise InvalidKernel(
+            "a descriptor made here needs memory of triton.set_allocator; none is set"
+        )
     if isinstance(strides[-1], Tile):
         raise InvalidKernel("last stride of a descriptor must be the constant 1, got a value")
     sizes, steps = ([int(value) for value in values] for values in (shape, strides))

@@ -641,6 +641,21 @@ class Memory:
                 self._out_of_bounds(region, what, element)
         return _Window(tuple(inside), first, sizes, strides)
 
+    def _check_chunk(self, desc: "Descriptor", coordinates: Any, window: "_Window") -> None:
+        """Raise OutOfBounds if a store writes elements behind the shape: a row of a box ends with
+        16 bytes, where it is cut off by the shape, too (triton-lang/triton#11583)."""
+        region, size = desc.region, desc.sizes[-1]
+        chunk = 16 // region.itemsize
+        end = min(_coordinate(coordinates[-1]) + desc.block_shape[-1], -(-size // chunk) * chunk)
+        exist = window.first + window.sizes[-1] < region.flat.numel()
+        if end > size and exist and not self._launch.whole_storage:
+            raise OutOfBounds(
+                f"descriptor store of {region.name} writes whole chunks of 16 bytes: of a row with "
+                f"{size} elements also those up to {end}, which are no part of its shape; allow it "
+                f"with {option('bounds', 'storage')}",
+                buffer=region.name,
+            )
+
     def load_box(self, desc: "Descriptor", coordinates: Any, by: Operation | None = None) -> Tile:
         """Load the box at `coordinates`; elements outside the shape read the padding."""
         window, region = self._window(desc, coordinates, "descriptor load"), desc.region
@@ -666,6 +681,8 @@ class Memory:
         window = self._window(desc, coordinates, "descriptor store")
         if window is None:
             return
+        if update is None:
+            self._check_chunk(desc, coordinates, window)
         target, data = window.of(region.flat), value.data[window.inside]
         num_bytes = data.numel() * region.itemsize
         if update is not None:
