@@ -18,6 +18,11 @@ def fill_kernel(x, n, B: tl.constexpr):
 
 
 @triton.jit
+def two_kernel(x, y):
+    tl.store(y, tl.load(x))
+
+
+@triton.jit
 def type_kernel(x, n):
     tl.static_assert(n.dtype == tl.uint64)
     tl.store(x, n)
@@ -73,9 +78,10 @@ def test_taken():
 
 def test_a_tensor_on_the_cpu():
     with fake_gpu(), enabled():
-        with pytest.raises(InvalidKernel, match="x is on the CPU"):
-            fill_kernel[(1,)](torch.zeros(8), 8, B=8)
-        fill_kernel[(1,)](torch.zeros(8).cuda(), 8, B=8)
+        with pytest.raises(InvalidKernel, match="y is on the CPU, and others on the GPU"):
+            two_kernel[(1,)](torch.zeros(8, device="cuda"), torch.zeros(8))
+        two_kernel[(1,)](torch.zeros(8, device="cuda"), torch.zeros(8).cuda())
+        two_kernel[(1,)](torch.zeros(8), torch.zeros(8))
 
 
 def test_integers():

@@ -19,7 +19,7 @@ import triton
 
 # Every lowered function has this name among its globals.
 MARK = "__emulated__"
-_LIBRARY = os.path.join(os.path.dirname(triton.__file__), "language", "")
+LIBRARY = os.path.join(os.path.dirname(triton.__file__), "language", "")
 
 Location = tuple[str, int]
 
@@ -43,7 +43,7 @@ def _innermost(frames: Iterable[tuple[FrameType, int]]) -> TracedLocation:
     chain: list[tuple[str, int, str]] = []
     for frame, line in frames:
         code = frame.f_code
-        if not (chain and code.co_filename.startswith(_LIBRARY)):
+        if not (chain and code.co_filename.startswith(LIBRARY)):
             chain.append((code.co_filename, line, code.co_name))
     location = TracedLocation(chain[-1][:2] if chain else ("<no kernel>", 0))
     location.chain = tuple(chain)
@@ -201,9 +201,9 @@ class UninitializedRead(EmulatorError):
 class UndefinedValue(EmulatorError):
     """A value stored to global memory comes from a lane that the mask of a load turned off.
 
-    Or from a bin of a histogram of values that it has no bins for; and of integers also an address,
-    a mask, or a branch. buffer: the memory, if any. other: file and line of the load, or of the
-    histogram.
+    Or from a bin of a histogram of values that it has no bins for, or from a reduction whose result
+    depends on the order of its lanes; and of integers also an address, a mask, or a branch. buffer:
+    the memory, if any. other: file and line of the load, or of the histogram.
     """
 
 

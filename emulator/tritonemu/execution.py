@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .barriers import ClusterBarrier
 from .compiler import ask_front_end, asm_of, compile_launch
 from .errors import EmulatorError, InvalidKernel, ResourceLimit, Unsupported, location_of
-from .gpu import HOST_DESCRIPTORS, check_arch, has_gluon, is_on_host
+from .gpu import HOST_DESCRIPTORS, check_arch, has_gluon, is_on_host, tensors_of
 from .language import MODULES, NAMES
 from .launch import CURRENT, Cluster, Cta, Launch, Report
 from .memory import Descriptor, Memory
@@ -134,7 +134,7 @@ def execute(
     try:
         # A tile is too small for more than one thread to pay.
         torch.set_num_threads(1)
-        _check_launch(launch, options.get("num_ctas") or 1)
+        _check_launch(launch, options.get("num_ctas") or 1, bound.arguments)
         if compile:
             compile_launch(kernel, arch, bound.arguments, options)
         with torch.no_grad():
@@ -179,8 +179,12 @@ def execute(
     return report
 
 
-def _check_launch(launch: Launch, num_ctas: int) -> None:
+def _check_launch(launch: Launch, num_ctas: int, arguments: dict[str, Any]) -> None:
     """Raise for what Triton's options, its launcher or CUDA's driver refuse."""
+    where = {name: [*map(is_on_host, tensors_of(value))] for name, value in arguments.items()}
+    if not all(map(all, where.values())):  # a program without a GPU means the CPU
+        for name in (name for name, on_host in where.items() if any(on_host)):
+            raise InvalidKernel(f"{name} is on the CPU, and others on the GPU", ("", 0))
     (x, y, z), warps = launch.grid, launch.num_warps
     for holds, error, rule in (
         (warps > 0 and not warps & warps - 1, InvalidKernel, "num_warps must be a power of 2"),
@@ -311,8 +315,6 @@ def _argument(launch: Launch, value: Any, param: Any, name: str = "") -> Any:
     if param.is_constexpr:
         return launch.lowering.convert(value)
     if isinstance(value, torch.Tensor):
-        if is_on_host(value):
-            raise InvalidKernel(f"{name} is on the CPU; a kernel needs it on the GPU", ("", 0))
         return launch.memory.pointer(name, value)
     if callable(getattr(value, "data_ptr", None)) and not isinstance(value, TensorWrapper):
         return _pointer_like(launch, value, name)

@@ -387,10 +387,9 @@ class _CudaIsCpu(TorchFunctionMode):
             device = _device.CURRENT_DEVICE
         if device is not None:
             on_gpu = _is_gpu(device)
-        if func in unwritten.READS:
-            with torch._C.DisableTorchFunction():
-                for tensor in inputs:
-                    unwritten.read(func, tensor)
+        with torch._C.DisableTorchFunction():
+            for tensor in inputs:
+                unwritten.read(func, tensor)
         inside, self.inside = self.inside, True
         try:
             if func in _IN_FP32 and on_gpu:
@@ -406,7 +405,8 @@ class _CudaIsCpu(TorchFunctionMode):
     def _noted(
         func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], on_gpu: bool, result: Any
     ) -> Any:
-        """Record which results are on the GPU and which are unwritten, and return them."""
+        """Record which results are on the GPU and what is unwritten, and return the results."""
+        unwritten.written(func, args, kwargs.get("out"), inputs)
         if func is torch.Tensor.to and result is args[0] and _on_gpu(result) != on_gpu:
             result = result.clone()
         for tensor in tensors_of(result):

@@ -8,9 +8,10 @@ Accuracy: elementary functions are torch's, right to about one ulp, where the de
 fp32 division are off by up to two. Multiplications and additions are not fused.
 """
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from types import FunctionType, ModuleType
 from typing import Any
@@ -21,9 +22,9 @@ from triton.language.core import is_builtin
 from triton.language.extra.cuda import libdevice
 from triton.runtime import _allocation
 
-from . import library, tile, undefined
+from . import library, suppressions, tile, undefined
 from .blocks import BlockPointer
-from .errors import InvalidKernel, Unsupported
+from .errors import LIBRARY, InvalidKernel, UndefinedValue, Unsupported
 from .instructions import execute, fused_multiply_add, instruction_counts, round_fraction
 from .launch import current
 from .memory import REDUCTIONS, Descriptor
@@ -40,6 +41,7 @@ from .rewrite import (
 )
 from .tile import (
     RAW,
+    WORK,
     Tile,
     cast,
     check_shape,
@@ -292,7 +294,7 @@ def _atomic(name: str, update: Callable) -> Callable:
             raise InvalidKernel(f"tl.atomic_{name} has no {element}")
         unsigned = element.name == "uint64" and name in ("max", "min")
         combine = tile.unsigned(update) if unsigned else update
-        return current().memory.atomic(pointer, combine, [val], mask, sem, name != "xchg")
+        return current().memory.atomic(pointer, combine, [val], mask, sem, name != "xchg", scope)
 
     return atomic
 
@@ -305,20 +307,22 @@ for _name, _update in {**REDUCTIONS, "xchg": lambda old, value: value}.items():
 def atomic_cas(pointer: Tile, cmp: Any, val: Any, sem: Any = None, scope: Any = None) -> Tile:
     return current().memory.atomic(
         pointer, lambda old, expected, new: torch.where(old == expected, new, old), [cmp, val],
-        sem=sem,
+        sem=sem, scope=scope,
     )  # fmt: skip
 
 
 @_operation
 def atomic_load(pointer: Tile, mask: Any = None, sem: Any = None, scope: Any = None) -> Tile:
-    return current().memory.atomic(pointer, lambda old: old, [], mask, sem or "acquire")
+    read = pointer, lambda old: old, [], mask, sem or "acquire"
+    return current().memory.atomic(*read, scope=scope)
 
 
 @_operation
 def atomic_store(
     pointer: Tile, val: Any, mask: Any = None, sem: Any = None, scope: Any = None
 ) -> None:
-    current().memory.atomic(pointer, lambda old, new: new, [val], mask, sem or "release", False)
+    written = pointer, lambda old, new: new, [val], mask, sem or "release", False
+    current().memory.atomic(*written, scope)
 
 
 @_operation
@@ -331,7 +335,7 @@ def atomic_poll(
     role, scheduler = current().role, current().scheduler
     end = math.inf if timeout_ns is None else role.time + int(to_tile(timeout_ns))
     while True:
-        equal = atomic_load(pointer, None, sem) == expected_value
+        equal = atomic_load(pointer, None, sem, scope) == expected_value
         if bool(equal) or role.time >= end:
             return equal
         scheduler.changes += timeout_ns is not None  # of the time
@@ -565,7 +569,7 @@ def inline_asm_elementwise(
         columns = data.expand(shape).reshape(-1, pack).unbind(-1)
         step = lanes(t.dtype)
         inputs += [columns[i : i + step] for i in range(0, pack, step)]
-    counts, work = [pack // lanes(element) for element in dtypes], tile.WORK[0]
+    counts, work = [pack // lanes(element) for element in dtypes], WORK[0]
     registers = execute(asm, inputs, sum(counts), current().arch)
     issued, results_of_mufu = instruction_counts(asm)
     packs = math.prod(shape) // pack if shape else 0
@@ -578,7 +582,7 @@ def inline_asm_elementwise(
         raw = torch.stack(torch.broadcast_tensors(*columns), -1)
         raw = raw.expand(math.prod(shape) // pack, pack).reshape(shape)
         results.append(Tile(from_raw(raw, element), element))
-    tile.WORK[:] = work + issued * packs, tile.WORK[1] + results_of_mufu * packs
+    WORK[:] = work + issued * packs, WORK[1] + results_of_mufu * packs
     return tuple(results) if several else results[0]
 
 
@@ -602,6 +606,57 @@ def _like(input: Any, data: list[torch.Tensor]) -> Any:
     return results if isinstance(input, tuple) else results[0]
 
 
+def _is_the_users(combine_fn: Callable) -> bool:
+    """Return whether it is not Triton's own, which is known to be associative."""
+    file = getattr(getattr(combine_fn, "__code__", None), "co_filename", "")
+    return file != "" and not file.startswith(LIBRARY)
+
+
+@contextlib.contextmanager
+def _aside() -> Iterator[None]:
+    """Compute what the kernel does not."""
+    work = WORK[:]
+    yield
+    WORK[:] = work
+
+
+def _scanned(data: list[torch.Tensor], tiles: Any, combine_fn: Callable) -> list[torch.Tensor]:
+    """Scan the halves, and combine the last of the first one with each of the second one."""
+    if data[0].shape[0] == 1:
+        return data
+    first, second = (
+        _scanned(list(half), tiles, combine_fn)
+        for half in zip(*(d.chunk(2) for d in data), strict=True)
+    )
+    last = [d[-1:].expand_as(d) for d in first]
+    pairs = [t.like(d) for half in (last, second) for t, d in zip(tiles, half, strict=True)]
+    combined = [t.data for t in _items(combine_fn(*pairs))]
+    return [torch.cat(pair) for pair in zip(first, combined, strict=True)]
+
+
+def _check_orders(
+    what: str, must: str, results: Sequence[torch.Tensor], others: Sequence[torch.Tensor],
+    seen: Sequence[torch.Tensor], tiles: Sequence[Tile],
+) -> None:  # fmt: skip
+    """Raise UndefinedValue if two orders differ by more than rounding of what was `seen`."""
+    floats = [d.to(torch.float64) for d in seen if d.is_floating_point()]
+    largest = max(
+        (float(d[d.isfinite()].abs().max()) for d in floats if d.isfinite().any()), default=0
+    )
+    for result, other, t in zip(results, others, tiles, strict=True):
+        differ = result != other
+        if result.is_floating_point():
+            error = (result.to(torch.float64) - other.to(torch.float64)).abs()
+            differ &= error > max(1e-3, 16 * torch.finfo(t.data.dtype).eps) * largest
+        if bool(differ.any()):
+            values = " or ".join(str(x[differ].flatten()[0].item()) for x in (result, other))
+            finding = UndefinedValue(
+                f"the operator of {what} must be {must}: in two orders of its lanes, of which the "
+                f"layout decides, the result is {values}"
+            )
+            suppressions.judge(finding, current().report)
+
+
 @_operation
 def reduce(
     input: Any, axis: int | None, combine_fn: Callable, keep_dims: bool = False,
@@ -616,11 +671,25 @@ def reduce(
     rank = len(tiles[0].shape)
     dim = 0 if axis is None else _axis(axis, rank)
     data = [t.data.reshape(-1) if axis is None else t.data.movedim(dim, 0) for t in tiles]
-    while data[0].shape[0] > 1:
-        halves = zip(*(d.chunk(2) for d in data), strict=True)
-        pairs = [t.like(d) for half in halves for t, d in zip(tiles, half, strict=True)]
-        data = [t.data for t in _items(combine_fn(*pairs))]
-    data = [d.squeeze(0) for d in data]
+
+    def reduced(parts: int, step: int) -> list[torch.Tensor]:
+        """Combine so many parts one after the other, by `step` through them, until they are one."""
+        data = lanes
+        while (size := data[0].shape[0]) > 1:
+            pieces = [*zip(*(d.chunk(min(parts, size)) for d in data), strict=True)][::step]
+            data = pieces[0]
+            for piece in pieces[1:]:
+                pairs = [t.like(d) for ds in (data, piece) for t, d in zip(tiles, ds, strict=True)]
+                data = [t.data for t in _items(combine_fn(*pairs))]
+                seen.extend(data)
+        return [d.squeeze(0) for d in data]
+
+    lanes, seen = data, list(data)
+    data = reduced(2, 1)
+    if reduction_ordering is None and _is_the_users(combine_fn):
+        with _aside():
+            other = reduced(4, -1)
+        _check_orders("tl.reduce", "associative and commutative", data, other, seen, tiles)
     if keep_dims:
         data = [d.reshape((1,) * rank) if axis is None else d.unsqueeze(dim) for d in data]
     return _like(input, data)
@@ -633,13 +702,17 @@ def associative_scan(input: Any, axis: int, combine_fn: Callable, reverse: bool 
     dim = _axis(axis, len(tiles[0].shape))
     data = [t.data.movedim(dim, 0) for t in tiles]
     data = [d.flip(0) for d in data] if reverse else data
-    step = 1
+    lanes, step = data, 1
     while step < data[0].shape[0]:
         earlier = [t.like(d[:-step]) for t, d in zip(tiles, data, strict=True)]
         later = [t.like(d[step:]) for t, d in zip(tiles, data, strict=True)]
         combined = _items(combine_fn(*earlier, *later))
         data = [torch.cat((d[:step], c.data)) for d, c in zip(data, combined, strict=True)]
         step *= 2
+    if _is_the_users(combine_fn):
+        with _aside():
+            other = _scanned(lanes, tiles, combine_fn)
+        _check_orders("tl.associative_scan", "associative", data, other, [*lanes, *data], tiles)
     data = [d.flip(0) for d in data] if reverse else data
     return _like(input, [d.movedim(0, dim) for d in data])
 
