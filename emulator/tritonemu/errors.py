@@ -19,7 +19,7 @@ import triton
 
 # Every lowered function has this name among its globals.
 MARK = "__emulated__"
-LIBRARY = os.path.join(os.path.dirname(triton.__file__), "language", "")
+_LIBRARY = os.path.join(os.path.dirname(triton.__file__), "language", "")
 
 Location = tuple[str, int]
 
@@ -43,7 +43,7 @@ def _innermost(frames: Iterable[tuple[FrameType, int]]) -> TracedLocation:
     chain: list[tuple[str, int, str]] = []
     for frame, line in frames:
         code = frame.f_code
-        if not (chain and code.co_filename.startswith(LIBRARY)):
+        if not (chain and code.co_filename.startswith(_LIBRARY)):
             chain.append((code.co_filename, line, code.co_name))
     location = TracedLocation(chain[-1][:2] if chain else ("<no kernel>", 0))
     location.chain = tuple(chain)

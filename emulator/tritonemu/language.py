@@ -24,7 +24,7 @@ from triton.runtime import _allocation
 
 from . import library, suppressions, tile, undefined
 from .blocks import BlockPointer
-from .errors import LIBRARY, InvalidKernel, UndefinedValue, Unsupported
+from .errors import InvalidKernel, UndefinedValue, Unsupported
 from .instructions import execute, fused_multiply_add, instruction_counts, round_fraction
 from .launch import current
 from .memory import REDUCTIONS, Descriptor
@@ -608,8 +608,7 @@ def _like(input: Any, data: list[torch.Tensor]) -> Any:
 
 def _is_the_users(combine_fn: Callable) -> bool:
     """Return whether it is not Triton's own, which is known to be associative."""
-    file = getattr(getattr(combine_fn, "__code__", None), "co_filename", "")
-    return file != "" and not file.startswith(LIBRARY)
+    return combine_fn.__module__.partition(".")[0] not in ("triton", __package__)
 
 
 @contextlib.contextmanager
@@ -618,6 +617,26 @@ def _aside() -> Iterator[None]:
     work = WORK[:]
     yield
     WORK[:] = work
+
+
+def _with_marks(
+    data: list[torch.Tensor], lanes: list[torch.Tensor], tiles: Sequence[Tile], reduced: Callable
+) -> list[torch.Tensor]:
+    """Return an extremum with the marks of masked-off lanes that it has dropped, where zeros, which
+    NVIDIA GPUs have there, would change it."""
+    numbers = [
+        undefined.marks(d, t.dtype) if d.is_floating_point() and current().undefined else d[:0]
+        for d, t in zip(lanes, tiles, strict=True)
+    ]
+    marked = [(n > 0) & (n <= undefined.MOST) for n in numbers]
+    if not any(bool(each.any()) for each in marked):
+        return data
+    zeros = [d.masked_fill(m, 0) if m.numel() else d for d, m in zip(lanes, marked, strict=True)]
+    differ = torch.stack([x != y for x, y in zip(data, reduced(zeros), strict=True)]).any(0)
+    return [
+        torch.where(differ & ~d.isnan(), lane[m][0], d) if m.numel() and bool(m.any()) else d
+        for d, lane, m in zip(data, lanes, marked, strict=True)
+    ]
 
 
 def _scanned(data: list[torch.Tensor], tiles: Any, combine_fn: Callable) -> list[torch.Tensor]:
@@ -672,24 +691,25 @@ def reduce(
     dim = 0 if axis is None else _axis(axis, rank)
     data = [t.data.reshape(-1) if axis is None else t.data.movedim(dim, 0) for t in tiles]
 
-    def reduced(parts: int, step: int) -> list[torch.Tensor]:
+    def reduced(lanes: list[torch.Tensor], parts: int = 2, step: int = 1) -> list[torch.Tensor]:
         """Combine so many parts one after the other, by `step` through them, until they are one."""
-        data = lanes
-        while (size := data[0].shape[0]) > 1:
-            pieces = [*zip(*(d.chunk(min(parts, size)) for d in data), strict=True)][::step]
-            data = pieces[0]
+        while (size := lanes[0].shape[0]) > 1:
+            pieces = [*zip(*(d.chunk(min(parts, size)) for d in lanes), strict=True)][::step]
+            lanes = pieces[0]
             for piece in pieces[1:]:
-                pairs = [t.like(d) for ds in (data, piece) for t, d in zip(tiles, ds, strict=True)]
-                data = [t.data for t in _items(combine_fn(*pairs))]
-                seen.extend(data)
-        return [d.squeeze(0) for d in data]
+                pairs = [t.like(d) for ds in (lanes, piece) for t, d in zip(tiles, ds, strict=True)]
+                lanes = [t.data for t in _items(combine_fn(*pairs))]
+                seen.extend(lanes)
+        return [d.squeeze(0) for d in lanes]
 
     lanes, seen = data, list(data)
-    data = reduced(2, 1)
-    if reduction_ordering is None and _is_the_users(combine_fn):
-        with _aside():
-            other = reduced(4, -1)
-        _check_orders("tl.reduce", "associative and commutative", data, other, seen, tiles)
+    data = reduced(lanes)
+    with _aside():
+        if not _is_the_users(combine_fn):
+            data = _with_marks(data, lanes, tiles, reduced)
+        elif reduction_ordering is None:
+            must, other = "associative and commutative", reduced(lanes, 4, -1)
+            _check_orders("tl.reduce", must, data, other, seen, tiles)
     if keep_dims:
         data = [d.reshape((1,) * rank) if axis is None else d.unsqueeze(dim) for d in data]
     return _like(input, data)
