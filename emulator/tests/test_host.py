@@ -137,3 +137,28 @@ def test_a_chunk_at_the_end_of_memory():
     x = torch.zeros(1, 33)
     run(put_kernel, (1,), box(x.as_strided((1, 33), (64, 1)), 8, 64), 64)
     assert x.eq(1).all()
+
+
+def test_what_is_not_played():
+    seen, hooks = [], triton.knobs.runtime.launch_enter_hook
+    hooks.add(seen.append)
+    with enabled():
+        launch(launch_cooperative_grid=True, num_stages=7)
+    hooks.remove(seen.append)
+    assert not seen
+
+
+FACTOR = tl.constexpr(2)
+
+
+@triton.jit
+def factor_kernel(x):
+    tl.store(x, FACTOR)
+
+
+def test_a_constant_that_changes(monkeypatch):
+    x = torch.zeros(1)
+    run(factor_kernel, (1,), x)
+    monkeypatch.setitem(globals(), "FACTOR", tl.constexpr(3))
+    run(factor_kernel, (1,), x)
+    assert x.item() == 3
