@@ -116,16 +116,6 @@ def _axis(axis: int, rank: int) -> int:
 
 
 @_operation
-def program_id(axis: int) -> Tile:
-    return scalar(current().program[axis], tl.int32)
-
-
-@_operation
-def num_programs(axis: int) -> Tile:
-    return scalar(current().grid[axis], tl.int32)
-
-
-@_operation
 def arange(start: int, end: int) -> Tile:
     check_shape((static_int(end) - static_int(start),))
     return Tile(torch.arange(start, end, dtype=torch.int32), tl.int32)
@@ -202,16 +192,6 @@ def split(a: Tile) -> tuple[Tile, Tile]:
 def cat(input: Tile, other: Tile, can_reorder: bool = False, dim: int = 0) -> Tile:
     _one_dtype("cat", input, other)
     return input.like(torch.cat((input.data, other.data), dim))
-
-
-@_operation
-def gather(src: Tile, index: Tile, axis: int) -> Tile:
-    return src.like(src.data.gather(_axis(axis, len(src.shape)), index.data.to(torch.int64)))
-
-
-@_operation
-def cast_(input: Any, dtype: tl.dtype, *rounding: Any, **options: Any) -> Tile:
-    return to_tile(input).to(dtype, *rounding, **options)
 
 
 @_operation
@@ -299,30 +279,27 @@ def _atomic(name: str, update: Callable) -> Callable:
     return atomic
 
 
-for _name, _update in {**REDUCTIONS, "xchg": lambda old, value: value}.items():
-    OPERATIONS[f"atomic_{_name}"] = _atomic(_name, _update)
-
-
-@_operation
-def atomic_cas(pointer: Tile, cmp: Any, val: Any, sem: Any = None, scope: Any = None) -> Tile:
-    return current().memory.atomic(
-        pointer, lambda old, expected, new: torch.where(old == expected, new, old), [cmp, val],
-        sem=sem, scope=scope,
-    )  # fmt: skip
-
-
-@_operation
 def atomic_load(pointer: Tile, mask: Any = None, sem: Any = None, scope: Any = None) -> Tile:
-    read = pointer, lambda old: old, [], mask, sem or "acquire"
-    return current().memory.atomic(*read, scope=scope)
+    return current().memory.atomic(
+        pointer, lambda old: old, [], mask, sem or "acquire", scope=scope
+    )
 
 
-@_operation
-def atomic_store(
-    pointer: Tile, val: Any, mask: Any = None, sem: Any = None, scope: Any = None
-) -> None:
-    written = pointer, lambda old, new: new, [val], mask, sem or "release", False
-    current().memory.atomic(*written, scope)
+for _name, _combine in {**REDUCTIONS, "xchg": lambda old, value: value}.items():
+    OPERATIONS[f"atomic_{_name}"] = _atomic(_name, _combine)
+OPERATIONS.update(
+    atomic_load=atomic_load,
+    atomic_store=lambda pointer, val, mask=None, sem=None, scope=None: current().memory.atomic(
+        pointer, lambda old, new: new, [val], mask, sem or "release", False, scope
+    ),
+    atomic_cas=lambda pointer, cmp, val, sem=None, scope=None: current().memory.atomic(
+        pointer,
+        lambda old, is_, new: torch.where(old == is_, new, old),
+        [cmp, val],
+        sem=sem,
+        scope=scope,
+    ),
+)
 
 
 @_operation
@@ -738,11 +715,6 @@ def associative_scan(input: Any, axis: int, combine_fn: Callable, reverse: bool 
 
 
 @_operation
-def _promote_bfloat16_to_float32(t: Tile) -> Tile:
-    return cast(t, tl.float32) if t.dtype.name == "bf16" else t
-
-
-@_operation
 def _reduce_with_indices(input: Tile, axis: int, combine_fn: Callable, **options: Any) -> Any:
     rank = len(input.shape)
     index = arange(0, input.shape[_axis(axis, rank)])
@@ -752,27 +724,10 @@ def _reduce_with_indices(input: Tile, axis: int, combine_fn: Callable, **options
 
 
 @_operation
-def assume(cond: Any) -> None:
-    """Check a promise to the compiler."""
-    check(cond, "tl.assume")
-
-
-@_operation
-def device_assert(cond: Any, msg: str = "", mask: Any = None) -> None:
-    """Check a condition always, as with `debug=True` on a device."""
-    check(cond if mask is None else to_tile(cond) | ~to_tile(mask), msg)
-
-
-@_operation
 def static_assert(cond: Any, msg: str = "") -> None:
     if not constant(cond):
         message = f"tl.static_assert must hold, got a false constant: {msg}"
         raise InvalidKernel(message, unfit=True)
-
-
-@_operation
-def static_print(*values: Any, sep: str = " ", end: str = "\n", **options: Any) -> None:
-    print(*values, sep=sep, end=end)
 
 
 @_operation
@@ -795,6 +750,19 @@ def _extreme(python: Callable, combine: Callable) -> Callable:
 
 
 OPERATIONS.update(
+    program_id=lambda axis: scalar(current().program[axis], tl.int32),
+    num_programs=lambda axis: scalar(current().grid[axis], tl.int32),
+    gather=lambda src, index, axis: src.like(
+        src.data.gather(_axis(axis, len(src.shape)), index.data.to(torch.int64))
+    ),
+    cast=lambda input, dtype, *rounding, **options: to_tile(input).to(dtype, *rounding, **options),
+    _promote_bfloat16_to_float32=lambda t: cast(t, tl.float32) if t.dtype.name == "bf16" else t,
+    assume=lambda cond: check(cond, "tl.assume"),
+    # Always, as with `debug=True` on a device.
+    device_assert=lambda cond, msg="", mask=None: check(
+        cond if mask is None else to_tile(cond) | ~to_tile(mask), msg
+    ),
+    static_print=lambda *values, sep=" ", end="\n", **options: print(*values, sep=sep, end=end),
     item=lambda input: tile.reshape(input, ()),
     view=reshape,
     make_block_ptr=BlockPointer,

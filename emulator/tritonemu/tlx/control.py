@@ -87,28 +87,6 @@ def async_task_replica_id() -> int:
 
 
 @op
-def dtype_of(value: Any) -> tl.dtype:
-    dtype = value.dtype
-    return dtype.element_ty if dtype.is_ptr() else dtype
-
-
-@op
-def size_of(dtype: tl.dtype) -> int:
-    return constant(dtype).primitive_bitwidth // 8
-
-
-@op
-def get_fp8_format_name(dtype: tl.dtype) -> str:
-    return {"fp8e5": "e5m2", "fp8e4nv": "e4m3"}[dtype.name]
-
-
-@op
-def clock64() -> Tile:
-    """Read modelled cycles."""
-    return scalar(int(point().scheduler.tell_time()), tl.int64)
-
-
-@op
 def vote_ballot_sync(mask: int, pred: Any) -> Tile:
     """Return the ballot of each warp, assuming that the predicate's rows are a warp's lanes."""
     pred = cast(to_tile(pred), tl.int1)
@@ -186,3 +164,13 @@ def stoch_round(src: Tile, dst_ty: tl.dtype, rand_bits: Any) -> Tile:
     limit = torch.finfo(held(dst_ty)).max
     rounded = torch.where(size.isnan(), size, rounded.clamp(max=limit)).copysign(src.data)
     return Tile(rounded.to(torch.float32).to(held(dst_ty)), dst_ty)
+
+
+for _name, _operation in {
+    "dtype_of": lambda value: value.dtype.element_ty if value.dtype.is_ptr() else value.dtype,
+    "size_of": lambda dtype: constant(dtype).primitive_bitwidth // 8,
+    "get_fp8_format_name": lambda dtype: {"fp8e5": "e5m2", "fp8e4nv": "e4m3"}[dtype.name],
+    # Modelled cycles.
+    "clock64": lambda: scalar(int(point().scheduler.tell_time()), tl.int64),
+}.items():
+    op(_operation, _name)
