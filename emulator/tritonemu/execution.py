@@ -68,7 +68,6 @@ def execute(
     uninitialized: str = "error",
     unguarded: str = "error",
     masked: str = "nan",
-    reachable: Sequence[torch.Tensor] = (),
     max_steps: int | None = None,
     timeout: float | None = None,
     bounds: str = "tensor",
@@ -85,12 +84,11 @@ def execute(
     warps of one program do to memory without a barrier, and loops ahead of time (see `threads`).
     masked: what lanes hold that a mask turns off and no `other` fills, "nan" (or any integer, and
     `UndefinedValue` if what is stored depends on it), "zero", as on NVIDIA GPUs, or "random".
-    reachable: tensors to look at first for what addresses in memory name. bounds: "tensor", or
-    "storage": of tensors that are parts of one, kernels may use the memory around them. max_steps:
-    how many operations that other roles can notice the kernel may take, and timeout: how many
-    seconds, None for any number. resident: how many clusters run at the same time; if all of them
-    spin, the next one starts. compile: whether Triton compiles the launch first, of which
-    `compiler` says what it finds.
+    bounds: "tensor", or "storage": of tensors that are parts of one, kernels may use the memory
+    around them. max_steps: how many operations that other roles can notice the kernel may take, and
+    timeout: how many seconds, None for any number. resident: how many clusters run at the same
+    time; if all of them spin, the next one starts. compile: whether Triton compiles the launch
+    first, of which `compiler` says what it finds.
     """
     check_arch(arch)
     order = order_of(schedule)
@@ -127,7 +125,7 @@ def execute(
     asm = partial(asm_of, kernel, arch, bound.arguments, options)
     if races and unguarded == "error":
         launch.threads = Threads(launch, asm)
-    launch.memory = Memory(launch, reachable)
+    launch.memory = Memory(launch)
     numbers = {"roles": 0, "operations": 0, "steps": 0}
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     token, threads = CURRENT.set(launch), torch.get_num_threads()

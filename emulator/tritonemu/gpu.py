@@ -121,7 +121,7 @@ def _driver(arch: str, multiprocessors: int) -> types.SimpleNamespace:
     )
 
 
-class _Stream:
+class _Stream(contextlib.AbstractContextManager):
     """Stream or event that never waits: work is done when it is asked for."""
 
     cuda_stream, device, device_index = 0, _GPU, 0
@@ -129,16 +129,10 @@ class _Stream:
     def __init__(self, *args: Any, **kwargs: Any):
         self.time = 0.0
 
-    def __enter__(self) -> "_Stream":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        pass
-
     def nothing(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    synchronize = wait = wait_stream = wait_event = nothing
+    synchronize = wait = wait_stream = wait_event = __exit__ = nothing
 
     def query(self) -> bool:
         return True

@@ -148,7 +148,8 @@ def run(kernel: Any, grid: Any, /, *args: Any, **kwargs: Any) -> Report:
         return run_enabled(kernel, grid, *args, **kwargs)
 
 
-_Contents = list[tuple[torch.UntypedStorage, torch.UntypedStorage]]
+# Of each argument with memory: its name, the bytes there, and a copy of them.
+_Contents = list[tuple[str, torch.Tensor, torch.Tensor]]
 
 
 class _Tuning:
@@ -233,23 +234,16 @@ class _Tuning:
     def note(self, number: int, report: Report) -> None:
         """Note if the launch ends otherwise after one on the same memory, of which tuning makes
         many."""
-        updated = [name for name in self.named if name in report.updated]
-        if not updated:
+        if not (updated := [name for name in self.named if name in report.updated]):
             return
         after, what = self.contents(), ""
-        then = {s.data_ptr(): content for s, content in after}
         _restore(self.before)
         options = {**self.opened.options, "trace": False, "compile": False}
         token = _ENABLED.set(dataclasses.replace(self.opened, options=options, reports=Reports()))
         try:
             self.choose(number, afresh=True)
-            changed = [
-                name for name in updated
-                if not all(
-                    torch.equal(_bytes(each), _bytes(then[each.data_ptr()]))
-                    for each in _storages(self.named[name])
-                )
-            ]  # fmt: skip
+            differ = {name for name, now, then in after if not torch.equal(now, then)}
+            changed = [name for name in updated if name in differ]
             what = f"leaves something else in {', '.join(changed)}" if changed else ""
         except EmulatorError as error:
             what = f"ends with {type(error).__name__} ({error})"
@@ -264,22 +258,19 @@ class _Tuning:
             )
 
     def contents(self) -> _Contents:
-        return [(each, each.clone()) for each in _storages(self.named)]
-
-
-def _storages(value: Any) -> list[torch.UntypedStorage]:
-    with torch._C.DisableTorchFunction():  # that of `fake_gpu`
-        return [each.untyped_storage() for each in tensors_of(value)]
+        with torch._C.DisableTorchFunction():  # that of `fake_gpu`
+            views = [
+                (name, torch.empty(0, dtype=torch.uint8).set_(each.untyped_storage()))
+                for name, value in self.named.items()
+                for each in tensors_of(value)
+            ]
+            return [(name, view, view.clone()) for name, view in views]
 
 
 def _restore(contents: _Contents) -> None:
-    for storage, content in contents:
-        storage.copy_(content)
-
-
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     with torch._C.DisableTorchFunction():
-        return torch.empty(0, dtype=torch.uint8).set_(storage)
+        for _, view, content in contents:
+            view.copy_(content)
 
 
 def is_enabled() -> bool:

@@ -132,7 +132,7 @@ class Region:
 class Memory:
     """Global memory of one launch."""
 
-    def __init__(self, launch: Launch, reachable: Sequence[torch.Tensor] = ()):
+    def __init__(self, launch: Launch):
         self._launch, self._report = launch, launch.report
         self._threads = launch.threads
         self._shadows: dict[tuple[int, int], _Shadow] = {}
@@ -142,7 +142,7 @@ class Memory:
         self._first_of_cluster = 1
         self._atomics: dict[tuple[int, int], dict[Any, Clock]] = {}
         self.maps: dict[Any, list[Access]] = {}
-        self._named = self._reachable = tuple(reachable)
+        self._reachable: Sequence[torch.Tensor] = ()
         self._writers: dict[tuple[int, int], tuple[int, str, Location]] = {}
         self._same: set[tuple[Any, ...]] = set()
         self._random = torch.Generator().manual_seed(0)
@@ -200,7 +200,7 @@ class Memory:
         return Tile(torch.tensor(first), tl.pointer_type(dtype), region)
 
     def at_addresses(self, addresses: torch.Tensor, dtype: tl.dtype) -> Tile:
-        """Resolve integers to pointers: into a reachable tensor, or any that is alive.
+        """Resolve integers to pointers: into a tensor that is alive.
 
         Among several tensors the one that begins there counts, then the one that reaches farthest.
         One tensor has all: lanes outside of it must be off, and all lanes if no tensor has any.
@@ -208,7 +208,7 @@ class Memory:
         lanes = dict.fromkeys(addresses.flatten().tolist())
         tensor = self._holding(*lanes)
         if tensor is None:
-            self._reachable = (*self._named, *_live_tensors())
+            self._reachable = _live_tensors()
             tensor = self._holding(*lanes)
         if tensor is None:
             name = f"memory at {next(iter(lanes)):#x}, which lies in no tensor,"

@@ -14,6 +14,7 @@ import mmap
 import os
 import sys
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -71,20 +72,16 @@ _KNOWN: dict[int, Fresh] = {}  # by the address of the storage, which a weak ref
 _SWEEP = [64]  # at how many of them those that are gone are looked for
 
 
+def _functions(names: str) -> set[Any]:
+    every = product((torch, torch.Tensor), names.split())
+    return {getattr(*each) for each in every if callable(getattr(*each, None))}
+
+
 # Functions that depend on every element, and those whose result has the same elements.
-READS = {
-    *(torch.allclose, torch.equal, torch.isclose, torch.sum, torch.mean, torch.amax, torch.amin),
-    *(torch.max, torch.min, torch.argmax, torch.argmin, torch.any, torch.all, torch.norm),
-    *(torch.Tensor.allclose, torch.Tensor.equal, torch.Tensor.isclose, torch.Tensor.sum),
-    *(torch.Tensor.mean, torch.Tensor.amax, torch.Tensor.amin, torch.Tensor.max, torch.Tensor.min),
-    *(torch.Tensor.argmax, torch.Tensor.argmin, torch.Tensor.any, torch.Tensor.all),
-    *(torch.Tensor.norm, torch.Tensor.item, torch.testing.assert_close),
-}
-COPIES = {
-    *(torch.Tensor.to, torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.clone),
-    *(torch.Tensor.bfloat16, torch.Tensor.int, torch.Tensor.long, torch.Tensor.clone),
-    *(torch.Tensor.contiguous,),
-}
+READS = {torch.testing.assert_close} | _functions(
+    "allclose equal isclose sum mean amax amin max min argmax argmin any all norm item"
+)
+COPIES = _functions("clone contiguous to float double half bfloat16 int long")
 JUDGED: contextvars.ContextVar[bool] = contextvars.ContextVar("judged", default=False)
 
 
