@@ -4,8 +4,8 @@ A program of several warps is one instruction stream here. On a GPU each thread 
 a block, which ones the compiler decides anew at every load and store, and nothing orders what two
 warps do but a barrier.
 
-The README, under "Search", says what is a race. Global memory: the compiler puts barriers where
-values go through shared memory, and none for global memory; an element that several warps have, as
+What is a race is told to users; here is why. Global memory: the compiler puts barriers where values
+go through shared memory, and none for global memory; an element that several warps have, as
 a scalar, counts as that of the first one, which stores it. A scalar atomic releases what one thread
 did; Triton 3.9 puts a barrier there (triton-lang/triton#10816). Shared and tensor memory: the
 compiler guards what a role does to shared memory, aliases included, an arrival unless every thread
