@@ -82,6 +82,8 @@ def test_a_tensor_on_the_cpu():
             two_kernel[(1,)](torch.zeros(8, device="cuda"), torch.zeros(8))
         two_kernel[(1,)](torch.zeros(8, device="cuda"), torch.zeros(8).cuda())
         two_kernel[(1,)](torch.zeros(8), torch.zeros(8))
+        two_kernel[(1,)](torch.zeros(8, pin_memory=True), torch.zeros(8, device="cuda"))
+        two_kernel[(1,)](torch.zeros(8).pin_memory(), torch.zeros(8, device="cuda"))
 
 
 def test_integers():
