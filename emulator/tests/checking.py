@@ -40,7 +40,12 @@ try:
 except ImportError:
     tlx = _Absent("tlx")
 
-triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8))
+
+def allocate(size: int, alignment: int, stream: Any) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int8)
+
+
+triton.set_allocator(allocate)
 
 # Of a program at most, on sm_90 and sm_100.
 SHARED_BYTES = 232_448

@@ -4,7 +4,6 @@
 was changed after it had been run for the first time.
 """
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -13,8 +12,9 @@ import triton.language as tl
 from triton.runtime import _allocation
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from emulator.tests.checking import allocate
+
 CASES: dict[str, Callable[[bool], None]] = {}
-gpu = functools.partial(dict, device="cuda")
 
 
 def case(function: Callable[[bool], None]) -> Callable[[bool], None]:
@@ -640,11 +640,7 @@ def loaded_kernel(x, y, M, N, B: tl.constexpr):
 @case
 def descriptor_without_an_allocator(wrong):
     allocator = _allocation._allocator.get()
-    triton.set_allocator(
-        _allocation.NullAllocator()
-        if wrong
-        else lambda size, *_: torch.empty(size, **gpu(dtype=torch.int8))
-    )
+    triton.set_allocator(_allocation.NullAllocator() if wrong else allocate)
     try:
         x, y = randn(16, 16), torch.empty(16, device="cuda")
         loaded_kernel[(1,)](x, y, 16, 16, 16)

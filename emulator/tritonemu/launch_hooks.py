@@ -218,17 +218,17 @@ class _Tuning:
                 self.timing = None
             return [math.inf if each != number else 0.0] * 3
 
-        own, cache = vars(self.tuner), {} if afresh else dict(self.cache)
+        fields, cache = vars(self.tuner), {} if afresh else dict(self.cache)
         ours = {"do_bench": do_bench, "cache": cache, "cache_results": False}
-        theirs = {name: own[name] for name in ours if name in own}
-        own.update(ours)
+        theirs = {name: fields[name] for name in ours if name in fields}
+        fields.update(ours)
         try:
             result = self.call()
             self.cache.update(cache)
         finally:
             for name in ours:
-                del own[name]
-            own.update(theirs)
+                del fields[name]
+            fields.update(theirs)
         return result
 
     def note(self, number: int, report: Report) -> None:

@@ -561,8 +561,8 @@ class Memory:
             )
             if self._launch.strict:
                 suppressions.judge(Race(text, buffer=region.name), self._report)
-            elif (place := ("lanes", file, line)) not in self._same:
-                self._same.add(place)
+            elif (key := ("lanes", file, line)) not in self._same:
+                self._same.add(key)
                 self._report.notes.append(text)
         lost = region.flat[index].view(torch.uint8) != raw.contiguous().view(torch.uint8)
         if bool(lost.any()):
@@ -652,15 +652,15 @@ class Memory:
             return Tile(from_raw(old.reshape(index.shape), dtype), dtype)
         return self._filled(old, dtype, active, mask)
 
-    def _check_scope(self, region: Region, where: torch.Tensor, own: bool) -> None:
+    def _check_scope(self, region: Region, where: torch.Tensor, of_program: bool) -> None:
         """Raise Race if an atomic is one for its program only, and nothing orders it with another
         program's."""
-        if own or "own atomics" in region.shadow.tables:
+        if of_program or "own atomics" in region.shadow.tables:
             role, cells = self._launch.role, region.cells(region.shadow.table("own atomics"))
             access, here = role.access(True, 0, name=region.name), self._launch.program
             others = [n for n in _distinct(cells[where]) if n and self._accesses[n - 1][1] != here]
             self._check_order(region, others, role.known(), access)
-            if own:
+            if of_program:
                 self._accesses.append((access, here))
                 cells[where] = len(self._accesses)
 
