@@ -51,7 +51,7 @@ from .errors import (
 )
 from .launch import Launch, current
 from .scheduler import ATOMIC_LATENCY, Operation
-from .threads import Block
+from .threads import Block, distinct
 from .tile import FROM_TORCH, RAW, Tile, from_raw, held, scalar, to_raw, to_tile
 from .undefined import MOST, Source, Undefined, cast, fills, marks, of, refuse, versions
 
@@ -284,10 +284,10 @@ class Memory:
             if changed is not None:
                 by_element, chosen = numbers.reshape(changed.numel(), -1), changed.reshape(-1)
                 if name == "stores" and not bool(chosen.all()):
-                    again = _distinct(by_element[~chosen])
+                    again = distinct(by_element[~chosen])
                     self._note_same(region, again, clock, access)
                 numbers = by_element[chosen]
-            accesses = _distinct(numbers)
+            accesses = distinct(numbers)
             if "loads" in name and any(accesses):
                 self._report.updated.add(region.name)
                 programs = (self._accesses[n - 1][1] for n in accesses if n)
@@ -300,7 +300,7 @@ class Memory:
         if reduces:
             groups = get(shadow.table("reductions"))
             updated = torch.empty_like(groups)
-            for group in _distinct(groups):
+            for group in distinct(groups):
                 updated[groups == group] = self._joined(group, number, clock)
             put(shadow.table("reductions"), updated)
             return access
@@ -658,7 +658,7 @@ class Memory:
         if of_program or "own atomics" in region.shadow.tables:
             role, cells = self._launch.role, region.cells(region.shadow.table("own atomics"))
             access, here = role.access(True, 0, name=region.name), self._launch.program
-            others = [n for n in _distinct(cells[where]) if n and self._accesses[n - 1][1] != here]
+            others = [n for n in distinct(cells[where]) if n and self._accesses[n - 1][1] != here]
             self._check_order(region, others, role.known(), access)
             if of_program:
                 self._accesses.append((access, here))
@@ -769,13 +769,6 @@ def _live_tensors() -> list[torch.Tensor]:
         x for x in tensors
         if x.layout == torch.strided and x.device.type == "cpu" and x.dtype in FROM_TORCH
     ]  # fmt: skip
-
-
-def _distinct(numbers: torch.Tensor) -> list[int]:
-    """Return the sorted distinct numbers; torch sorts few of them slower than Python does."""
-    if numbers.numel() > 64:
-        return numbers.unique().tolist()
-    return sorted(set(numbers.reshape(-1).tolist()))
 
 
 def _rows(flat: torch.Tensor, parts: int) -> torch.Tensor:

@@ -261,7 +261,7 @@ class Threads:
         mask of the elements, and their positions then."""
         if _STORES in region.shadow.tables:
             numbers = _first(region.cells(region.shadow.tables[_STORES])[block.index])
-            for number in _distinct(numbers):
+            for number in distinct(numbers):
                 if number and self._is_unguarded(self._stores[number - 1]):
                     chosen = numbers == number
                     places = region.cells(region.shadow.table(_POSITIONS))[block.index[chosen]]
@@ -351,7 +351,7 @@ class Threads:
         compiled loop loads it before. view: of a table, what it loads."""
         role = self._launch.role
         if role.turns and _STORES in region.shadow.tables:
-            for number in _distinct(view(region.shadow.tables[_STORES])):
+            for number in distinct(view(region.shadow.tables[_STORES])):
                 store = self._stores[number - 1]
                 level = _level(store.turns, role.turns)
                 if number and store.access.role == role.index and level is not None:
@@ -401,9 +401,10 @@ def _level(then: tuple[Turn, ...], now: tuple[Turn, ...]) -> int | None:
     return next((i if a.loop is b.loop else None for i, (a, b) in pairs if a != b), None)
 
 
-def _distinct(numbers: torch.Tensor) -> list[int]:
-    if not numbers.numel():
-        return []
+def distinct(numbers: torch.Tensor) -> list[int]:
+    """Return the sorted distinct numbers; torch sorts few of them slower than Python does."""
+    if numbers.numel() <= 64:
+        return sorted(set(numbers.reshape(-1).tolist()))
     low, high = map(int, torch.aminmax(numbers))
     return [low] if low == high else numbers.unique().tolist()
 
