@@ -65,6 +65,8 @@ def examine(path: str, programs: int, seconds: int) -> None:
         try:
             reports.append(run(kernel, *args, **kwargs))
         except tritonemu.EmulatorError as error:
+            if error.unfit:  # autotuning takes another configuration
+                raise
             later = "(later) " * any(messages.values())
             messages[name] = messages.get(name) or f"{later}{type(error).__name__}: {error.args[0]}"
         messages.setdefault(name, "")

@@ -74,14 +74,40 @@ def test_what_is_reset_or_restored():
     assert not notes("lock", CONFIGS[:1] * 2, torch.int32, restore_value=["out"])
 
 
-def test_what_a_hook_makes_zero():
-    hooked = [triton.Config({"B": size}, pre_hook=zero_out) for size in (16, 32)]
-    x, out = torch.arange(16.0), torch.zeros(32)
-    for options, configs in (({"reset_to_zero": ["out"]}, CONFIGS), ({}, hooked)):
-        kernel = triton.autotune(configs, key=["n"], **options)(update_kernel)
-        with enabled() as reports:
-            kernel[(1,)](x, out.zero_(), 16, KIND="atomic")
-        assert torch.equal(out[:4], x.view(4, 4).sum(0)) and not reports[0].notes
+@triton.jit
+def add_kernel(out, B: tl.constexpr):
+    tl.store(out + tl.arange(0, B), tl.load(out + tl.arange(0, B)) + 1)
+
+
+def zero_hook(arguments, reset_only=False):
+    arguments["out"].zero_()
+
+
+ZEROED = [triton.Config({"B": size}, pre_hook=zero_out) for size in (16, 32)]
+
+
+@pytest.mark.parametrize(
+    "options, first, second",
+    (
+        ({"reset_to_zero": ["out"]}, 1, 2),
+        ({"pre_hook": zero_hook}, 1, 2),
+        ({"restore_value": ["out"]}, 6, 7),
+        ({"reset_to_zero": ["out"], "restore_value": ["out"]}, 1, 2),
+        ({"reset_to_zero": ["out"], "configs": CONFIGS[:1]}, 6, 7),
+        ({"configs": ZEROED}, 1, 1),
+    ),
+)
+def test_what_the_first_call_leaves(options, first, second):
+    """Triton resets once more between the last run that is timed and the one that was asked for."""
+    kernel, out = triton.autotune(**{"configs": CONFIGS, "key": [], **options})(add_kernel), []
+    for every in (False, True):
+        with enabled(all_configs=every) as reports:
+            x = torch.full((32,), 5.0)
+            for _ in range(2):
+                kernel[(1,)](x)
+                out.append(x[0].item())
+        assert not any(report.notes for report in reports)
+    assert out == [first, second] * 2
 
 
 def test_when_nobody_tunes():

@@ -1,5 +1,6 @@
 """The unmodified kernels of the installed fbtriton run, are right, and raise no false alarm."""
 
+import re
 import time
 from functools import partial
 
@@ -80,6 +81,19 @@ def test_the_published_backward_races_without_the_barrier_of_its_warps(config, r
         lines = edited.read_text().splitlines()
         assert "tlx.local_store(p_tiles" in lines[caught.value.line - 1]
         assert "tlx.local_load(qk_tiles" in lines[caught.value.other[1] - 1]
+
+
+@pytest.mark.parametrize("ctas", (1, 2))
+def test_a_grouped_gemm_needs_a_descriptor_more_than_buffers(ctas, tmp_path):
+    file = "blackwell-grouped-gemm_test.py"
+    text, count = re.subn(r"NUM_SMEM_BUFFERS \+\s*1\)", "1)", (cases.FOLDER / file).read_text())
+    edited = tmp_path / file
+    edited.write_text(text)
+    kernel = cases.load.__wrapped__(str(edited)).grouped_matmul_tlx_kernel.fn
+    launch = blackwell.gemm_grouped(blackwell.PROBLEMS, sms=2 * ctas, ctas=ctas)
+    with pytest.raises(tritonemu.Race, match="may still read the one before; wait"):
+        tritonemu.run(kernel, launch.grid, *launch.args, arch="sm_100", **launch.kwargs)
+    assert count == 3
 
 
 @pytest.mark.sweep

@@ -180,3 +180,19 @@ def test_a_comment_allows_a_branch():
     out = torch.zeros(1)
     report = run(allowed_kernel, (1,), torch.arange(N), out, N, B)
     assert sum(report.allowed.values()) == 1
+
+
+@triton.jit
+def largest_kernel(x, y, n, B: tl.constexpr):
+    tl.store(y, tl.max(tl.load(x + tl.arange(0, B), mask=tl.arange(0, B) < n)))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_an_extremum_that_zeros_would_change(dtype):
+    x, y = torch.arange(-8, 8).to(dtype), torch.zeros(1, dtype=dtype)
+    refused(UndefinedValue, "y gets a value", largest_kernel, x, y, 6, 16)
+    for n, largest in ((9, 0), (12, 3)):  # a zero more changes nothing
+        run(largest_kernel, (1,), x, y, n, 16)
+        assert y.item() == largest
+    run(largest_kernel, (1,), x, y, 6, 16, masked="zero")
+    assert y.item() == 0

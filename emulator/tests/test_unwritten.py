@@ -99,7 +99,9 @@ def by_numpy(x):
 WRITTEN = {
     "zero_": lambda: filled(lambda x: x.zero_()),
     "item": lambda: filled(lambda x: x.__setitem__(slice(None), 1)),
-    "view": lambda: filled(lambda x: x.view(2, 4)[0].fill_(1)),
+    "halves": lambda: filled(lambda x: (x.view(2, 4)[0].fill_(1), x[4:].zero_())),
+    "mask": lambda: filled(lambda x: x.__setitem__(torch.ones(8, device="cuda") > 0, 1)),
+    "foreach": lambda: filled(lambda x: torch._foreach_zero_([x])),
     "data": lambda: filled(lambda x: x.data.fill_(1)),
     "out": lambda: filled(lambda x: torch.add(torch.ones(8, device="cuda"), 1, out=x)),
     "numpy": lambda: filled(by_numpy),
@@ -129,6 +131,33 @@ def test_kernels_write_element_by_element():
         half = x.view(torch.float16)
         with pytest.raises(UninitializedRead, match="reads 2 of 12 elements"):
             read_kernel[(1,)](half, empty(16), 12, 16)
+
+
+PARTS = {
+    "zero_": lambda x: x[:5].zero_(),
+    "item": lambda x: x.__setitem__(slice(5), 1),
+    "index": lambda x: x.__setitem__(torch.arange(5, device="cuda"), 1.0),
+    "out": lambda x: torch.ones(5, device="cuda", out=x[:5]),
+    "copy": lambda x: x[:5].copy_(torch.ones(5)),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_pytorch_writes_element_by_element(part):
+    with enabled():
+        x = filled(PARTS[part])
+        read_kernel[(1,)](x, empty(), 5, 8)
+        with pytest.raises(UninitializedRead, match="reads 3 of 8 elements"):
+            read_kernel[(1,)](x, empty(), 8, 8)
+
+
+def test_a_write_that_was_not_seen_is_one_of_all():
+    with enabled():
+        x = empty()
+        with torch._C.DisableTorchFunction():
+            x.zero_()
+        x[:5] = 1
+        read_kernel[(1,)](x, empty(), 8, 8)
 
 
 def test_it_may_be_allowed():

@@ -38,7 +38,6 @@ from .errors import (
     WrongResult,
     line_in,
 )
-from .execution import run
 from .gpu import fake_gpu
 from .launch import BarrierUse, Report
 from .launch_hooks import (
@@ -48,6 +47,7 @@ from .launch_hooks import (
     current_multiprocessors,
     enabled,
     is_enabled,
+    run,
     run_enabled,
 )
 from .search import Search

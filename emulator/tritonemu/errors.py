@@ -201,9 +201,9 @@ class UninitializedRead(EmulatorError):
 class UndefinedValue(EmulatorError):
     """A value stored to global memory comes from a lane that the mask of a load turned off.
 
-    Or from a bin of a histogram of values that it has no bins for; and of integers also an address,
-    a mask, or a branch. buffer: the memory, if any. other: file and line of the load, or of the
-    histogram.
+    Or from a bin of a histogram of values that it has no bins for, or from a reduction whose result
+    depends on the order of its lanes; and of integers also an address, a mask, or a branch. buffer:
+    the memory, if any. other: file and line of the load, or of the histogram.
     """
 
 

@@ -17,8 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .barriers import ClusterBarrier
 from .compiler import allocated, ask_front_end, asm_of, compile_launch
-from .errors import EmulatorError, InvalidKernel, Unsupported, location_of
-from .gpu import HOST_DESCRIPTORS, check_arch, has_gluon
+from .errors import EmulatorError, InvalidKernel, ResourceLimit, Unsupported, location_of
+from .gpu import HOST_DESCRIPTORS, check_arch, has_gluon, is_on_host, tensors_of
 from .language import MODULES, NAMES
 from .launch import CURRENT, Cluster, Cta, Launch, Report
 from .memory import Descriptor, Memory
@@ -54,28 +54,6 @@ _LAUNCH_OPTIONS = frozenset(CUDAOptions.__dataclass_fields__) | {
 JUDGED, BOUNDS = ("error", "allow"), ("tensor", "storage")
 
 
-def run(
-    kernel: Any,
-    grid: tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]],
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Report:
-    """Execute every CTA of `grid`, cluster by cluster, x fastest, and return what they did.
-
-    kernel: a `@triton.jit` function, also one under `@triton.heuristics` or `@triton.autotune`, of
-    which `config`, or the first one that pruning leaves, becomes `best_config`. grid: one to three
-    sizes, or a function of the bound arguments. args, kwargs: the kernel's own, tensors on the CPU;
-    of the launch options, `num_warps` and `ctas_per_cga` count; and options of `execute`. A keyword
-    that is a parameter of the kernel is the kernel's; within `enabled` every keyword is.
-
-    Raises subclasses of EmulatorError, which carry the kernel's file and line.
-    """
-    parameters = set(getattr(kernel, "arg_names", ()))
-    options = {name: kwargs.pop(name) for name in OPTIONS & kwargs.keys() - parameters}
-    return execute(kernel, grid, args, kwargs, **options)
-
-
 def execute(
     kernel: Any,
     grid: Any,
@@ -90,8 +68,6 @@ def execute(
     uninitialized: str = "error",
     unguarded: str = "error",
     masked: str = "nan",
-    config: Any = None,
-    reachable: Sequence[torch.Tensor] = (),
     max_steps: int | None = None,
     timeout: float | None = None,
     bounds: str = "tensor",
@@ -108,12 +84,11 @@ def execute(
     warps of one program do to memory without a barrier, and loops ahead of time (see `threads`).
     masked: what lanes hold that a mask turns off and no `other` fills, "nan" (or any integer, and
     `UndefinedValue` if what is stored depends on it), "zero", as on NVIDIA GPUs, or "random".
-    reachable: tensors to look at first for what addresses in memory name. bounds: "tensor", or
-    "storage": of tensors that are parts of one, kernels may use the memory around them. max_steps:
-    how many operations that other roles can notice the kernel may take, and timeout: how many
-    seconds, None for any number. resident: how many clusters run at the same time; if all of them
-    spin, the next one starts. compile: whether Triton compiles the launch first, of which
-    `compiler` says what it finds.
+    bounds: "tensor", or "storage": of tensors that are parts of one, kernels may use the memory
+    around them. max_steps: how many operations that other roles can notice the kernel may take, and
+    timeout: how many seconds, None for any number. resident: how many clusters run at the same
+    time; if all of them spin, the next one starts. compile: whether Triton compiles the launch
+    first, of which `compiler` says what it finds.
     """
     check_arch(arch)
     order = order_of(schedule)
@@ -125,14 +100,13 @@ def execute(
     ):
         if value not in known:
             raise ValueError(f"{name} must be one of {known}, got {value!r}")
-    kernel, kwargs, _ = undecorated(kernel, args, kwargs, config, prepare=True)
     signature = _signature(kernel)
     # A kernel may take some of them as parameters, too.
     options = {name: kwargs[name] for name in _LAUNCH_OPTIONS & kwargs.keys()}
     named = kwargs.keys() - (options.keys() - signature.parameters)
     bound = signature.bind(*args, **{name: kwargs[name] for name in named})
     bound.apply_defaults()
-    sizes = _three(grid({**bound.arguments, **options}) if callable(grid) else grid, "grid", 0)
+    sizes = _three(grid(dict(bound.arguments)) if callable(grid) else grid, "grid", 0)
     shape = _three(options.get("ctas_per_cga") or (1,), "ctas_per_cga", 1)
     if any(size % ctas for size, ctas in zip(sizes, shape, strict=True)):
         raise ValueError(f"grid must be divisible by ctas_per_cga {shape}, got {sizes}")
@@ -151,13 +125,14 @@ def execute(
     asm = partial(asm_of, kernel, arch, bound.arguments, options)
     if races and unguarded == "error":
         launch.threads = Threads(launch, asm)
-    launch.memory = Memory(launch, reachable)
+    launch.memory = Memory(launch)
     numbers = {"roles": 0, "operations": 0, "steps": 0}
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     token, threads = CURRENT.set(launch), torch.get_num_threads()
     try:
         # A tile is too small for more than one thread to pay.
         torch.set_num_threads(1)
+        _check_launch(launch, options.get("num_ctas") or 1, bound.arguments)
         if compile:
             compile_launch(kernel, arch, bound.arguments, options)
         with torch.no_grad():
@@ -204,11 +179,31 @@ def execute(
     return report
 
 
+def _check_launch(launch: Launch, num_ctas: int, arguments: dict[str, Any]) -> None:
+    """Raise for what Triton's options, its launcher or CUDA's driver refuse."""
+    where = {name: [*map(is_on_host, tensors_of(value))] for name, value in arguments.items()}
+    if not all(map(all, where.values())):  # a program without a GPU means the CPU
+        for name in (name for name, on_host in where.items() if any(on_host)):
+            raise InvalidKernel(f"{name} is on the CPU, and others on the GPU", ("", 0))
+    (x, y, z), warps = launch.grid, launch.num_warps
+    for holds, error, rule in (
+        (warps > 0 and not warps & warps - 1, InvalidKernel, "num_warps must be a power of 2"),
+        (warps <= 32, ResourceLimit, "num_warps must be at most 32, which are 1024 threads"),
+        (num_ctas in (1, 2, 4, 8, 16), InvalidKernel, "num_ctas must be 1, 2, 4, 8 or 16"),
+        (
+            x * num_ctas < 2**31 and max(y, z) < 2**16,
+            InvalidKernel,
+            f"the grid of a GPU ends at {2**31 - 1}, {2**16 - 1}, {2**16 - 1}",
+        ),
+    ):
+        if not holds:
+            received = f"grid {launch.grid}, num_warps={warps}, num_ctas={num_ctas}"
+            raise error(f"{rule}, got {received}", ("", 0))
+
+
 def _begin_gluon(launch: Launch, num_ctas: int) -> None:
     if not has_gluon():
         raise Unsupported("the Gluon of this Triton; the emulator knows that of 3.9", ("", 0))
-    if num_ctas not in (1, 2, 4, 8, 16):
-        raise InvalidKernel(f"num_ctas must be 1, 2, 4, 8 or 16, got {num_ctas}", ("", 0))
     launch.partition_fences, launch.num_ctas = True, num_ctas
 
 
@@ -292,31 +287,6 @@ def run_clusters(launch: Launch, numbers: Sequence[int], body: Callable[[], None
     launch.report.programs += len(ctas)
 
 
-def undecorated(
-    kernel: Any, args: tuple, kwargs: dict[str, Any], chosen: Any = None, prepare: bool = False
-) -> tuple[JITFunction, dict[str, Any], list[Any]]:
-    """Unwrap autotune and heuristics: return the function, the arguments with theirs, and the
-    configurations that pruning leaves, of which `chosen` or the first one counts. prepare: call its
-    `pre_hook`."""
-    configs: list[Any] = []
-    while not isinstance(kernel, JITFunction):
-        named = dict(zip(getattr(kernel, "arg_names", ()), args, strict=False))
-        if hasattr(kernel, "configs"):
-            kernel.nargs = named
-            configs = list(kernel.prune_configs(kwargs))
-            config = kernel.best_config = chosen or configs[0]
-            kwargs = {**kwargs, **config.all_kwargs()}
-            if prepare and config.pre_hook is not None:
-                config.pre_hook({**named, **kwargs})
-        elif hasattr(kernel, "values"):
-            for name, rule in kernel.values.items():
-                kwargs = {**kwargs, name: rule({**named, **kwargs})}
-        else:
-            raise TypeError(f"kernel must be a @triton.jit function, got {type(kernel).__name__}")
-        kernel = kernel.fn
-    return kernel, kwargs, configs
-
-
 def _pointer_like(launch: Launch, value: Any, name: str) -> Any:
     """Build the pointer for an object with a `data_ptr()` of its own."""
     address = value.data_ptr()
@@ -327,6 +297,13 @@ def _pointer_like(launch: Launch, value: Any, name: str) -> Any:
             pointer = launch.memory.pointer(name, tensor)
             return cast(pointer.like(pointer.data + step), tl.pointer_type(FROM_TORCH[value.dtype]))
     raise Unsupported(f"argument {name} of type {type(value).__name__}, which holds no tensor")
+
+
+def _type_of(value: int) -> tl.dtype:
+    """Return the type of an integer argument, as Triton's launcher specializes it."""
+    if -(2**31) <= value < 2**31:
+        return tl.int32
+    return tl.int64 if value < 2**63 else tl.uint64
 
 
 def _argument(launch: Launch, value: Any, param: Any, name: str = "") -> Any:
@@ -362,7 +339,7 @@ def _argument(launch: Launch, value: Any, param: Any, name: str = "") -> Any:
             return scalar(value, tl.str_to_ty(param.annotation_type, None))
         if value == 1 and not param.do_not_specialize:
             return 1
-        return scalar(value, tl.int32 if -(2**31) <= value < 2**31 else tl.int64)
+        return scalar(value, _type_of(value))
     if isinstance(value, float):
         return scalar(value, tl.float32)
     return launch.lowering.convert(value)

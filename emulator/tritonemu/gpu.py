@@ -55,7 +55,7 @@ _NAMES = {"sm_90": "NVIDIA H200", "sm_100": "NVIDIA B200"}
 ARCHITECTURES = tuple(_NAMES)
 _MEMORY = {"sm_90": 141 << 30, "sm_100": 180 << 30}
 _GPU = torch.device("cuda", 0)
-_HOST = "_tritonemu_host"  # a tensor's attribute: it is on the CPU of the program, too
+_HOST = "_tritonemu_host"  # a tensor's attribute: it is on the CPU of the program, too, and how
 
 
 def check_arch(arch: str) -> None:
@@ -121,7 +121,7 @@ def _driver(arch: str, multiprocessors: int) -> types.SimpleNamespace:
     )
 
 
-class _Stream:
+class _Stream(contextlib.AbstractContextManager):
     """Stream or event that never waits: work is done when it is asked for."""
 
     cuda_stream, device, device_index = 0, _GPU, 0
@@ -129,16 +129,10 @@ class _Stream:
     def __init__(self, *args: Any, **kwargs: Any):
         self.time = 0.0
 
-    def __enter__(self) -> "_Stream":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        pass
-
     def nothing(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    synchronize = wait = wait_stream = wait_event = nothing
+    synchronize = wait = wait_stream = wait_event = __exit__ = nothing
 
     def query(self) -> bool:
         return True
@@ -263,8 +257,13 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return [tensor for each in values for tensor in tensors_of(each)]
 
 
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Return whether a program with a pretended GPU has this tensor where no kernel reaches it."""
+    return not _on_gpu(tensor) and getattr(tensor, _HOST) != "pinned"
+
+
 def _on_gpu(tensor: torch.Tensor) -> bool:
-    return not getattr(tensor, _HOST, False)
+    return not getattr(tensor, _HOST, "")
 
 
 _ATTRIBUTES: dict[Any, Callable[[torch.Tensor], Any]] = {
@@ -363,8 +362,10 @@ class _CudaIsCpu(TorchFunctionMode):
             # A result of C++, such as a gradient, has passed nowhere: taken for one on the GPU.
             return _ATTRIBUTES[func](args[0])
         if func in _STAY:
+            if func is torch.Tensor.pin_memory:
+                setattr(args[0], _HOST, "pinned")
             return args[0]
-        kwargs.pop("pin_memory", None)
+        where = "pinned" if kwargs.pop("pin_memory", False) else "host"
         device = kwargs.get("device")
         if device is not None:
             kwargs["device"] = "cpu"
@@ -382,10 +383,9 @@ class _CudaIsCpu(TorchFunctionMode):
             device = _device.CURRENT_DEVICE
         if device is not None:
             on_gpu = _is_gpu(device)
-        if func in unwritten.READS:
-            with torch._C.DisableTorchFunction():
-                for tensor in inputs:
-                    unwritten.read(func, tensor)
+        with torch._C.DisableTorchFunction():
+            for tensor in inputs:
+                unwritten.read(func, tensor)
         inside, self.inside = self.inside, True
         try:
             if func in _IN_FP32 and on_gpu:
@@ -395,22 +395,20 @@ class _CudaIsCpu(TorchFunctionMode):
         finally:
             self.inside = inside
         with torch._C.DisableTorchFunction():  # that of a `fake_gpu` around this one
-            return self._noted(func, args, kwargs, inputs, on_gpu, result)
+            return self._noted(func, args, kwargs, inputs, "" if on_gpu else where, result)
 
     @staticmethod
     def _noted(
-        func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], on_gpu: bool, result: Any
+        func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], where: str, result: Any
     ) -> Any:
-        """Record which results are on the GPU and which are unwritten, and return them."""
-        if func is torch.Tensor.to and result is args[0] and _on_gpu(result) != on_gpu:
+        """Record which results are on the GPU and what is unwritten, and return the results."""
+        unwritten.written(func, args, kwargs.get("out"), inputs)
+        if func is torch.Tensor.to and result is args[0] and _on_gpu(result) == bool(where):
             result = result.clone()
         for tensor in tensors_of(result):
             if not any(tensor is each for each in inputs):
-                if on_gpu:
-                    tensor.__dict__.pop(_HOST, None)
-                else:
-                    setattr(tensor, _HOST, True)
-        if func in _EMPTY and on_gpu and kwargs.get("out") is None:
+                setattr(tensor, _HOST, where)
+        if func in _EMPTY and not where and kwargs.get("out") is None:
             unwritten.note(result)
         elif func in _SHARE:
             unwritten.forget(args[0])

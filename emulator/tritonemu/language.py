@@ -8,9 +8,10 @@ Accuracy: elementary functions are torch's, right to about one ulp, where the de
 fp32 division are off by up to two. Multiplications and additions are not fused.
 """
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from types import FunctionType, ModuleType
 from typing import Any
@@ -19,10 +20,11 @@ import torch
 import triton.language as tl
 from triton.language.core import is_builtin
 from triton.language.extra.cuda import libdevice
+from triton.runtime import _allocation
 
-from . import library, tile, undefined
+from . import library, suppressions, tile, undefined
 from .blocks import BlockPointer
-from .errors import InvalidKernel, Unsupported
+from .errors import InvalidKernel, UndefinedValue, Unsupported
 from .instructions import execute, fused_multiply_add, instruction_counts, round_fraction
 from .launch import current
 from .memory import REDUCTIONS, Descriptor
@@ -39,6 +41,7 @@ from .rewrite import (
 )
 from .tile import (
     RAW,
+    WORK,
     Tile,
     cast,
     check_shape,
@@ -110,16 +113,6 @@ def _axis(axis: int, rank: int) -> int:
     if not -rank <= static_int(axis) < rank:
         raise InvalidKernel(f"axis must lie in [{-rank}, {rank}), got {axis}")
     return axis % rank
-
-
-@_operation
-def program_id(axis: int) -> Tile:
-    return scalar(current().program[axis], tl.int32)
-
-
-@_operation
-def num_programs(axis: int) -> Tile:
-    return scalar(current().grid[axis], tl.int32)
 
 
 @_operation
@@ -202,16 +195,6 @@ def cat(input: Tile, other: Tile, can_reorder: bool = False, dim: int = 0) -> Ti
 
 
 @_operation
-def gather(src: Tile, index: Tile, axis: int) -> Tile:
-    return src.like(src.data.gather(_axis(axis, len(src.shape)), index.data.to(torch.int64)))
-
-
-@_operation
-def cast_(input: Any, dtype: tl.dtype, *rounding: Any, **options: Any) -> Tile:
-    return to_tile(input).to(dtype, *rounding, **options)
-
-
-@_operation
 def load(
     pointer: Any, mask: Any = None, other: Any = None, boundary_check: Any = (),
     padding_option: str = "", cache_modifier: str = "", eviction_policy: str = "",
@@ -291,33 +274,32 @@ def _atomic(name: str, update: Callable) -> Callable:
             raise InvalidKernel(f"tl.atomic_{name} has no {element}")
         unsigned = element.name == "uint64" and name in ("max", "min")
         combine = tile.unsigned(update) if unsigned else update
-        return current().memory.atomic(pointer, combine, [val], mask, sem, name != "xchg")
+        return current().memory.atomic(pointer, combine, [val], mask, sem, name != "xchg", scope)
 
     return atomic
 
 
-for _name, _update in {**REDUCTIONS, "xchg": lambda old, value: value}.items():
-    OPERATIONS[f"atomic_{_name}"] = _atomic(_name, _update)
-
-
-@_operation
-def atomic_cas(pointer: Tile, cmp: Any, val: Any, sem: Any = None, scope: Any = None) -> Tile:
-    return current().memory.atomic(
-        pointer, lambda old, expected, new: torch.where(old == expected, new, old), [cmp, val],
-        sem=sem,
-    )  # fmt: skip
-
-
-@_operation
 def atomic_load(pointer: Tile, mask: Any = None, sem: Any = None, scope: Any = None) -> Tile:
-    return current().memory.atomic(pointer, lambda old: old, [], mask, sem or "acquire")
+    return current().memory.atomic(
+        pointer, lambda old: old, [], mask, sem or "acquire", scope=scope
+    )
 
 
-@_operation
-def atomic_store(
-    pointer: Tile, val: Any, mask: Any = None, sem: Any = None, scope: Any = None
-) -> None:
-    current().memory.atomic(pointer, lambda old, new: new, [val], mask, sem or "release", False)
+for _name, _combine in {**REDUCTIONS, "xchg": lambda old, value: value}.items():
+    OPERATIONS[f"atomic_{_name}"] = _atomic(_name, _combine)
+OPERATIONS.update(
+    atomic_load=atomic_load,
+    atomic_store=lambda pointer, val, mask=None, sem=None, scope=None: current().memory.atomic(
+        pointer, lambda old, new: new, [val], mask, sem or "release", False, scope
+    ),
+    atomic_cas=lambda pointer, cmp, val, sem=None, scope=None: current().memory.atomic(
+        pointer,
+        lambda old, is_, new: torch.where(old == is_, new, old),
+        [cmp, val],
+        sem=sem,
+        scope=scope,
+    ),
+)
 
 
 @_operation
@@ -330,7 +312,7 @@ def atomic_poll(
     role, scheduler = current().role, current().scheduler
     end = math.inf if timeout_ns is None else role.time + int(to_tile(timeout_ns))
     while True:
-        equal = atomic_load(pointer, None, sem) == expected_value
+        equal = atomic_load(pointer, None, sem, scope) == expected_value
         if bool(equal) or role.time >= end:
             return equal
         scheduler.changes += timeout_ns is not None  # of the time
@@ -349,6 +331,10 @@ def expect_zero(x: Any, mask: Any) -> Any:
 def make_tensor_descriptor(
     base: Tile, shape: Any, strides: Any, block_shape: Any, padding_option: str = "zero"
 ) -> Descriptor:
+    if isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
+        raise InvalidKernel(
+            "a descriptor made here needs memory of triton.set_allocator; none is set"
+        )
     if isinstance(strides[-1], Tile):
         raise InvalidKernel("last stride of a descriptor must be the constant 1, got a value")
     sizes, steps = ([int(value) for value in values] for values in (shape, strides))
@@ -560,7 +546,7 @@ def inline_asm_elementwise(
         columns = data.expand(shape).reshape(-1, pack).unbind(-1)
         step = lanes(t.dtype)
         inputs += [columns[i : i + step] for i in range(0, pack, step)]
-    counts, work = [pack // lanes(element) for element in dtypes], tile.WORK[0]
+    counts, work = [pack // lanes(element) for element in dtypes], WORK[0]
     registers = execute(asm, inputs, sum(counts), current().arch)
     issued, results_of_mufu = instruction_counts(asm)
     packs = math.prod(shape) // pack if shape else 0
@@ -573,7 +559,7 @@ def inline_asm_elementwise(
         raw = torch.stack(torch.broadcast_tensors(*columns), -1)
         raw = raw.expand(math.prod(shape) // pack, pack).reshape(shape)
         results.append(Tile(from_raw(raw, element), element))
-    tile.WORK[:] = work + issued * packs, tile.WORK[1] + results_of_mufu * packs
+    WORK[:] = work + issued * packs, WORK[1] + results_of_mufu * packs
     return tuple(results) if several else results[0]
 
 
@@ -597,6 +583,76 @@ def _like(input: Any, data: list[torch.Tensor]) -> Any:
     return results if isinstance(input, tuple) else results[0]
 
 
+def _is_the_users(combine_fn: Callable) -> bool:
+    """Return whether it is not Triton's own, which is known to be associative."""
+    return combine_fn.__module__.partition(".")[0] not in ("triton", __package__)
+
+
+@contextlib.contextmanager
+def _aside() -> Iterator[None]:
+    """Compute what the kernel does not."""
+    work = WORK[:]
+    yield
+    WORK[:] = work
+
+
+def _with_marks(
+    data: list[torch.Tensor], lanes: list[torch.Tensor], tiles: Sequence[Tile], reduced: Callable
+) -> list[torch.Tensor]:
+    """Return an extremum with the marks of masked-off lanes that it has dropped, where zeros, which
+    NVIDIA GPUs have there, would change it."""
+    numbers = [
+        undefined.marks(d, t.dtype) if d.is_floating_point() and current().undefined else d[:0]
+        for d, t in zip(lanes, tiles, strict=True)
+    ]
+    marked = [(n > 0) & (n <= undefined.MOST) for n in numbers]
+    if not any(bool(each.any()) for each in marked):
+        return data
+    zeros = [d.masked_fill(m, 0) if m.numel() else d for d, m in zip(lanes, marked, strict=True)]
+    differ = torch.stack([x != y for x, y in zip(data, reduced(zeros), strict=True)]).any(0)
+    return [
+        torch.where(differ & ~d.isnan(), lane[m][0], d) if m.numel() and bool(m.any()) else d
+        for d, lane, m in zip(data, lanes, marked, strict=True)
+    ]
+
+
+def _scanned(data: list[torch.Tensor], tiles: Any, combine_fn: Callable) -> list[torch.Tensor]:
+    """Scan the halves, and combine the last of the first one with each of the second one."""
+    if data[0].shape[0] == 1:
+        return data
+    first, second = (
+        _scanned(list(half), tiles, combine_fn)
+        for half in zip(*(d.chunk(2) for d in data), strict=True)
+    )
+    last = [d[-1:].expand_as(d) for d in first]
+    pairs = [t.like(d) for half in (last, second) for t, d in zip(tiles, half, strict=True)]
+    combined = [t.data for t in _items(combine_fn(*pairs))]
+    return [torch.cat(pair) for pair in zip(first, combined, strict=True)]
+
+
+def _check_orders(
+    what: str, must: str, results: Sequence[torch.Tensor], others: Sequence[torch.Tensor],
+    seen: Sequence[torch.Tensor], tiles: Sequence[Tile],
+) -> None:  # fmt: skip
+    """Raise UndefinedValue if two orders differ by more than rounding of what was `seen`."""
+    floats = [d.to(torch.float64) for d in seen if d.is_floating_point()]
+    largest = max(
+        (float(d[d.isfinite()].abs().max()) for d in floats if d.isfinite().any()), default=0
+    )
+    for result, other, t in zip(results, others, tiles, strict=True):
+        differ = result != other
+        if result.is_floating_point():
+            error = (result.to(torch.float64) - other.to(torch.float64)).abs()
+            differ &= error > max(1e-3, 16 * torch.finfo(t.data.dtype).eps) * largest
+        if bool(differ.any()):
+            values = " or ".join(str(x[differ].flatten()[0].item()) for x in (result, other))
+            finding = UndefinedValue(
+                f"the operator of {what} must be {must}: in two orders of its lanes, of which the "
+                f"layout decides, the result is {values}"
+            )
+            suppressions.judge(finding, current().report)
+
+
 @_operation
 def reduce(
     input: Any, axis: int | None, combine_fn: Callable, keep_dims: bool = False,
@@ -611,11 +667,26 @@ def reduce(
     rank = len(tiles[0].shape)
     dim = 0 if axis is None else _axis(axis, rank)
     data = [t.data.reshape(-1) if axis is None else t.data.movedim(dim, 0) for t in tiles]
-    while data[0].shape[0] > 1:
-        halves = zip(*(d.chunk(2) for d in data), strict=True)
-        pairs = [t.like(d) for half in halves for t, d in zip(tiles, half, strict=True)]
-        data = [t.data for t in _items(combine_fn(*pairs))]
-    data = [d.squeeze(0) for d in data]
+
+    def reduced(lanes: list[torch.Tensor], parts: int = 2, step: int = 1) -> list[torch.Tensor]:
+        """Combine so many parts one after the other, by `step` through them, until they are one."""
+        while (size := lanes[0].shape[0]) > 1:
+            pieces = [*zip(*(d.chunk(min(parts, size)) for d in lanes), strict=True)][::step]
+            lanes = pieces[0]
+            for piece in pieces[1:]:
+                pairs = [t.like(d) for ds in (lanes, piece) for t, d in zip(tiles, ds, strict=True)]
+                lanes = [t.data for t in _items(combine_fn(*pairs))]
+                seen.extend(lanes)
+        return [d.squeeze(0) for d in lanes]
+
+    lanes, seen = data, list(data)
+    data = reduced(lanes)
+    with _aside():
+        if not _is_the_users(combine_fn):
+            data = _with_marks(data, lanes, tiles, reduced)
+        elif reduction_ordering is None:
+            must, other = "associative and commutative", reduced(lanes, 4, -1)
+            _check_orders("tl.reduce", must, data, other, seen, tiles)
     if keep_dims:
         data = [d.reshape((1,) * rank) if axis is None else d.unsqueeze(dim) for d in data]
     return _like(input, data)
@@ -628,20 +699,19 @@ def associative_scan(input: Any, axis: int, combine_fn: Callable, reverse: bool 
     dim = _axis(axis, len(tiles[0].shape))
     data = [t.data.movedim(dim, 0) for t in tiles]
     data = [d.flip(0) for d in data] if reverse else data
-    step = 1
+    lanes, step = data, 1
     while step < data[0].shape[0]:
         earlier = [t.like(d[:-step]) for t, d in zip(tiles, data, strict=True)]
         later = [t.like(d[step:]) for t, d in zip(tiles, data, strict=True)]
         combined = _items(combine_fn(*earlier, *later))
         data = [torch.cat((d[:step], c.data)) for d, c in zip(data, combined, strict=True)]
         step *= 2
+    if _is_the_users(combine_fn):
+        with _aside():
+            other = _scanned(lanes, tiles, combine_fn)
+        _check_orders("tl.associative_scan", "associative", data, other, [*lanes, *data], tiles)
     data = [d.flip(0) for d in data] if reverse else data
     return _like(input, [d.movedim(0, dim) for d in data])
-
-
-@_operation
-def _promote_bfloat16_to_float32(t: Tile) -> Tile:
-    return cast(t, tl.float32) if t.dtype.name == "bf16" else t
 
 
 @_operation
@@ -654,27 +724,10 @@ def _reduce_with_indices(input: Tile, axis: int, combine_fn: Callable, **options
 
 
 @_operation
-def assume(cond: Any) -> None:
-    """Check a promise to the compiler."""
-    check(cond, "tl.assume")
-
-
-@_operation
-def device_assert(cond: Any, msg: str = "", mask: Any = None) -> None:
-    """Check a condition always, as with `debug=True` on a device."""
-    check(cond if mask is None else to_tile(cond) | ~to_tile(mask), msg)
-
-
-@_operation
 def static_assert(cond: Any, msg: str = "") -> None:
     if not constant(cond):
         message = f"tl.static_assert must hold, got a false constant: {msg}"
         raise InvalidKernel(message, unfit=True)
-
-
-@_operation
-def static_print(*values: Any, sep: str = " ", end: str = "\n", **options: Any) -> None:
-    print(*values, sep=sep, end=end)
 
 
 @_operation
@@ -697,6 +750,19 @@ def _extreme(python: Callable, combine: Callable) -> Callable:
 
 
 OPERATIONS.update(
+    program_id=lambda axis: scalar(current().program[axis], tl.int32),
+    num_programs=lambda axis: scalar(current().grid[axis], tl.int32),
+    gather=lambda src, index, axis: src.like(
+        src.data.gather(_axis(axis, len(src.shape)), index.data.to(torch.int64))
+    ),
+    cast=lambda input, dtype, *rounding, **options: to_tile(input).to(dtype, *rounding, **options),
+    _promote_bfloat16_to_float32=lambda t: cast(t, tl.float32) if t.dtype.name == "bf16" else t,
+    assume=lambda cond: check(cond, "tl.assume"),
+    # Always, as with `debug=True` on a device.
+    device_assert=lambda cond, msg="", mask=None: check(
+        cond if mask is None else to_tile(cond) | ~to_tile(mask), msg
+    ),
+    static_print=lambda *values, sep=" ", end="\n", **options: print(*values, sep=sep, end=end),
     item=lambda input: tile.reshape(input, ()),
     view=reshape,
     make_block_ptr=BlockPointer,

@@ -51,7 +51,7 @@ from .errors import (
 )
 from .launch import Launch, current
 from .scheduler import ATOMIC_LATENCY, Operation
-from .threads import Block
+from .threads import Block, distinct
 from .tile import FROM_TORCH, RAW, Tile, from_raw, held, scalar, to_raw, to_tile
 from .undefined import MOST, Source, Undefined, cast, fills, marks, of, refuse, versions
 
@@ -132,7 +132,7 @@ class Region:
 class Memory:
     """Global memory of one launch."""
 
-    def __init__(self, launch: Launch, reachable: Sequence[torch.Tensor] = ()):
+    def __init__(self, launch: Launch):
         self._launch, self._report = launch, launch.report
         self._threads = launch.threads
         self._shadows: dict[tuple[int, int], _Shadow] = {}
@@ -140,11 +140,13 @@ class Memory:
         self._reductions: list[tuple[int, ...]] = [()]
         self._numbers: dict[tuple[int, ...], int] = {(): 0}
         self._first_of_cluster = 1
-        self._atomics: dict[tuple[int, int], Clock] = {}
-        self._named = self._reachable = tuple(reachable)
+        self._atomics: dict[tuple[int, int], dict[Any, Clock]] = {}
+        self.maps: dict[Any, list[Access]] = {}
+        self._reachable: Sequence[torch.Tensor] = ()
         self._writers: dict[tuple[int, int], tuple[int, str, Location]] = {}
         self._same: set[tuple[Any, ...]] = set()
         self._random = torch.Generator().manual_seed(0)
+        self._again = False  # whether the store at hand changes what its program has loaded
 
     def last(self, region: Region, element: int) -> tuple[Any, tuple[str, Location] | None]:
         """Return an element's value, and the last store or scalar atomic that changed it, or
@@ -198,7 +200,7 @@ class Memory:
         return Tile(torch.tensor(first), tl.pointer_type(dtype), region)
 
     def at_addresses(self, addresses: torch.Tensor, dtype: tl.dtype) -> Tile:
-        """Resolve integers to pointers: into a reachable tensor, or any that is alive.
+        """Resolve integers to pointers: into a tensor that is alive.
 
         Among several tensors the one that begins there counts, then the one that reaches farthest.
         One tensor has all: lanes outside of it must be off, and all lanes if no tensor has any.
@@ -206,7 +208,7 @@ class Memory:
         lanes = dict.fromkeys(addresses.flatten().tolist())
         tensor = self._holding(*lanes)
         if tensor is None:
-            self._reachable = (*self._named, *_live_tensors())
+            self._reachable = _live_tensors()
             tensor = self._holding(*lanes)
         if tensor is None:
             name = f"memory at {next(iter(lanes)):#x}, which lies in no tensor,"
@@ -266,6 +268,7 @@ class Memory:
             view(table, region.granules)[where] = values
 
         self._report.checks["race"] += 1
+        self._again = False
         actor, write = actor or self._launch.role, changed is not None or reduces
         # The CTAs of one program count as one here.
         clock = actor.known()
@@ -281,12 +284,14 @@ class Memory:
             if changed is not None:
                 by_element, chosen = numbers.reshape(changed.numel(), -1), changed.reshape(-1)
                 if name == "stores" and not bool(chosen.all()):
-                    again = _distinct(by_element[~chosen])
+                    again = distinct(by_element[~chosen])
                     self._note_same(region, again, clock, access)
                 numbers = by_element[chosen]
-            accesses = _distinct(numbers)
+            accesses = distinct(numbers)
             if "loads" in name and any(accesses):
                 self._report.updated.add(region.name)
+                programs = (self._accesses[n - 1][1] for n in accesses if n)
+                self._again = self._again or self._launch.program in programs
             if name != "reductions":
                 self._check_order(region, accesses, clock, access)
             elif not reduces:
@@ -295,7 +300,7 @@ class Memory:
         if reduces:
             groups = get(shadow.table("reductions"))
             updated = torch.empty_like(groups)
-            for group in _distinct(groups):
+            for group in distinct(groups):
                 updated[groups == group] = self._joined(group, number, clock)
             put(shadow.table("reductions"), updated)
             return access
@@ -534,15 +539,31 @@ class Memory:
         elif self._threads is not None:
             self._threads.forget(region, _rows, index)
         self._launch.scheduler.changes += 1
+        changed = index[region.flat[index] != raw] if self._again else index[:0]
         region.flat[index] = raw
-        self._check_kept(region, index, raw)
+        self._check_kept(region, index, raw, changed)
         self._mark_written(region, _rows, index)
         self._report.bytes_stored += index.numel() * region.itemsize
 
-    def _check_kept(self, region: Region, index: torch.Tensor, raw: torch.Tensor) -> None:
-        """Raise Race if lanes of a store, just done, gave an element several values."""
+    def _check_kept(
+        self, region: Region, index: torch.Tensor, raw: torch.Tensor, changed: torch.Tensor
+    ) -> None:
+        """Raise Race if lanes of a store, just done, gave an element several values; note it if
+        they gave one, and that element had been loaded, and `changed`."""
         if not self._launch.races:
             return
+        if (twice := (changed := changed.sort().values)[1:][changed.diff() == 0]).numel():
+            file, line = current_location()
+            text = (
+                f"lanes of the store at {file}:{line} give element {int(twice[0]) - region.low} of "
+                f"{region.name}, which the program has loaded, one and the same new value: if each "
+                f"of them is to count, that takes an atomic"
+            )
+            if self._launch.strict:
+                suppressions.judge(Race(text, buffer=region.name), self._report)
+            elif (key := ("lanes", file, line)) not in self._same:
+                self._same.add(key)
+                self._report.notes.append(text)
         lost = region.flat[index].view(torch.uint8) != raw.contiguous().view(torch.uint8)
         if bool(lost.any()):
             element = int(index[lost.reshape(len(index), -1).any(1)][0]) - region.low
@@ -556,13 +577,20 @@ class Memory:
 
     def atomic(
         self, pointer: Tile, update: Callable, values: list[Any], mask: Any = None,
-        sem: str | None = None, reads: bool = True,
+        sem: str | None = None, reads: bool = True, scope: str | None = None,
     ) -> Tile:  # fmt: skip
         """Read, modify and write with `update(old, *values)` on torch data; returns the old values.
 
         Lanes that name the same element take turns. sem: as in Triton, None is "acq_rel";
         only a scalar atomic orders other accesses. reads: whether the new value needs the old.
+        scope: "gpu", which is None's, "sys", or "cta": then it orders nothing between two programs,
+        and is no atomic for another one.
         """
+        for what, value, known in (("sem", sem, SEMANTICS), ("scope", scope, SCOPES)):
+            if value not in known:
+                raise InvalidKernel(
+                    f"{what} of an atomic must be one of {known[1:]}, got {value!r}"
+                )
         if not pointer.shape:
             self._launch.scheduler.checkpoint(ATOMIC_LATENCY)
         region, index, active = self._lanes("atomic", pointer, mask)
@@ -574,21 +602,30 @@ class Memory:
             self._check_defined(region, to_raw(operand, dtype))
         where = index[chosen].reshape(-1)
         count = where.numel()
+        if count and self._launch.races:
+            self._check_scope(region, where, scope == "cta")
         if reads:
             self._check_written(region, "atomic", _rows, where)
         if values:
             self._mark_written(region, _rows, where)
         if not index.shape and count:
             role, key = self._launch.role, (id(region.shadow), int(where) * region.itemsize)
-            shared = self._atomics.setdefault(key, Clock())
+            # What a release tells its own program, and what it tells all.
+            clocks, here = self._atomics.setdefault(key, {}), self._launch.program
+            shared = [
+                clocks.setdefault(who, Clock()) for who in (here, None)[: 1 + (scope != "cta")]
+            ]
             if sem in (None, "acquire", "acq_rel"):
                 for lane in role.lanes:
-                    lane.clock.join(shared)
+                    for clock in shared:
+                        lane.clock.join(clock)
             if sem in (None, "release", "acq_rel"):
                 if self._threads is not None:
                     self._threads.release(role)
                 for lane in role.lanes:
-                    shared.join(lane.release(self._threads is None, met=self._threads is None))
+                    released = lane.release(self._threads is None, met=self._threads is None)
+                    for clock in shared:
+                        clock.join(released)
             role.meet()
         if self._threads is not None:
             self._threads.forget(region, _rows, where)
@@ -614,6 +651,18 @@ class Memory:
         if active is None:
             return Tile(from_raw(old.reshape(index.shape), dtype), dtype)
         return self._filled(old, dtype, active, mask)
+
+    def _check_scope(self, region: Region, where: torch.Tensor, of_program: bool) -> None:
+        """Raise Race if an atomic is one for its program only, and nothing orders it with another
+        program's."""
+        if of_program or "own atomics" in region.shadow.tables:
+            role, cells = self._launch.role, region.cells(region.shadow.table("own atomics"))
+            access, here = role.access(True, 0, name=region.name), self._launch.program
+            others = [n for n in distinct(cells[where]) if n and self._accesses[n - 1][1] != here]
+            self._check_order(region, others, role.known(), access)
+            if of_program:
+                self._accesses.append((access, here))
+                cells[where] = len(self._accesses)
 
     def _window(self, desc: "Descriptor", coordinates: Any, what: str) -> "_Window | None":
         """Return the part of a box that lies inside the shape; None if nothing does."""
@@ -641,6 +690,21 @@ class Memory:
                 self._out_of_bounds(region, what, element)
         return _Window(tuple(inside), first, sizes, strides)
 
+    def _check_chunk(self, desc: "Descriptor", coordinates: Any, window: "_Window") -> None:
+        """Raise OutOfBounds if a store writes elements behind the shape: a row of a box ends with
+        16 bytes, where it is cut off by the shape, too (triton-lang/triton#11583)."""
+        region, size = desc.region, desc.sizes[-1]
+        chunk = 16 // region.itemsize
+        end = min(_coordinate(coordinates[-1]) + desc.block_shape[-1], -(-size // chunk) * chunk)
+        exist = window.first + window.sizes[-1] < region.flat.numel()
+        if end > size and exist and not self._launch.whole_storage:
+            raise OutOfBounds(
+                f"descriptor store of {region.name} writes whole chunks of 16 bytes: of a row with "
+                f"{size} elements also those up to {end}, which are no part of its shape; allow it "
+                f"with {option('bounds', 'storage')}",
+                buffer=region.name,
+            )
+
     def load_box(self, desc: "Descriptor", coordinates: Any, by: Operation | None = None) -> Tile:
         """Load the box at `coordinates`; elements outside the shape read the padding."""
         window, region = self._window(desc, coordinates, "descriptor load"), desc.region
@@ -666,6 +730,8 @@ class Memory:
         window = self._window(desc, coordinates, "descriptor store")
         if window is None:
             return
+        if update is None:
+            self._check_chunk(desc, coordinates, window)
         target, data = window.of(region.flat), value.data[window.inside]
         num_bytes = data.numel() * region.itemsize
         if update is not None:
@@ -705,13 +771,6 @@ def _live_tensors() -> list[torch.Tensor]:
     ]  # fmt: skip
 
 
-def _distinct(numbers: torch.Tensor) -> list[int]:
-    """Return the sorted distinct numbers; torch sorts few of them slower than Python does."""
-    if numbers.numel() > 64:
-        return numbers.unique().tolist()
-    return sorted(set(numbers.reshape(-1).tolist()))
-
-
 def _rows(flat: torch.Tensor, parts: int) -> torch.Tensor:
     """View `flat` as a row for each element: its consecutive `parts`."""
     return flat if parts == 1 else flat[: len(flat) // parts * parts].view(-1, parts)
@@ -740,6 +799,8 @@ def _coordinate(value: Any) -> int:
     return int(value)
 
 
+SEMANTICS = (None, "acquire", "release", "acq_rel", "relaxed")
+SCOPES = (None, "gpu", "cta", "sys")
 REDUCTIONS = {
     "add": torch.add,
     "min": torch.minimum,
@@ -755,9 +816,13 @@ _REDUCED = {"add": ("fp16", "bf16", "fp32"), "min": ("fp16", "bf16"), "max": ("f
 class Descriptor:
     """A tensor descriptor: sizes and block_shape in elements, steps (strides) and address in bytes.
 
-    The address counts from the start of the storage. Raises DescriptorError for what the driver's
-    cuTensorMapEncodeTiled refuses, and for strides of 0, which it does not describe.
+    The address counts from the start of the storage. reads: of a descriptor that a kernel made, the
+    copies that have used it; the next one made in the same place overwrites it. Raises
+    DescriptorError for what the driver's cuTensorMapEncodeTiled refuses, and for strides of 0,
+    which it does not describe.
     """
+
+    reads: list[Access] | None = None
 
     def __init__(
         self, base: Tile, sizes: Any, strides: Any, block_shape: Any, padding: str = "zero"
@@ -801,6 +866,30 @@ class Descriptor:
     def __class__(self) -> type:
         """Triton's type, which a `constexpr_function` asks for."""
         return tl.tensor_descriptor
+
+    def placed(self, reads: list[Access] | None = None) -> "Descriptor":
+        """Place it in global memory, by default that of this statement: what `reads` the one before
+        must be over."""
+        role, memory = current().role, self.region.memory
+        if reads is None:
+            reads = memory.maps.setdefault((role.index, current_location()), [])
+        for old in reads if current().races else ():
+            if not role.known().knows(old):
+                file, line = old.location
+                finding = Race(
+                    f"a descriptor of {self.region.name} is made where {old.who}, at {file}:{line},"
+                    " may still read the one before; wait for that copy, or use more slots",
+                    other=old.location,
+                    buffer=self.region.name,
+                )
+                suppressions.judge(finding, current().report)
+        reads.clear()
+        self.reads = reads
+        return self
+
+    def read_by(self, operation: Operation) -> None:
+        if self.reads is not None:
+            self.reads.append(operation.access(False, 0, name=self.region.name))
 
     def with_box(self, block_shape: Sequence[int]) -> "Descriptor":
         """Build this descriptor with another box."""

@@ -423,7 +423,7 @@ class Lowering:
                     defined.append(self._define(function))
                 return defined[0](*args, **kwargs)
 
-            call.__name__ = function.__name__
+            call.__name__, call.__module__ = function.__name__, function.fn.__module__
             self._functions[id(function)] = call
         return self._functions[id(function)]
 

@@ -4,36 +4,14 @@ A program of several warps is one instruction stream here. On a GPU each thread 
 a block, which ones the compiler decides anew at every load and store, and nothing orders what two
 warps do but a barrier.
 
-Global memory. The compiler puts barriers where values go through shared memory (reductions,
-conversions of layouts, results of scalar atomics), and none for global memory: that is what
-`tl.debug_barrier` is for. So two things are races, unless a barrier lies between:
-
-- a role loads an element, or changes it, at another place of a block than it stored it at: another
-  thread may have stored it. At the same place of blocks of one size it is usually one thread, which
-  is not promised (triton-lang/triton#10924): the layouts of the compiled launch say if it is.
-- a role stores to an element that it loaded at another place of a block: if these layouts give it
-  to another warp, that one may not have loaded it yet. At the same place this is not asked.
-- a block is stored, then a scalar atomic releases it: that is what one thread does, which speaks
-  for itself alone. Whoever acquires knows of the rest only what a barrier before the release says.
-  Triton 3.9 puts one there (triton-lang/triton#10816).
-
-An element that several warps have, as a scalar, counts as that of the first one, which stores it.
-
-Loops. The software pipeliner issues loads of later iterations before the stores of earlier ones. A
-load of what an earlier iteration stored is a race if the compiled loop moves it there (`ttgir`),
-whatever the number of warps.
-
-Shared and tensor memory. What a role does to shared memory, aliases included, the compiler puts a
-barrier between, if bytes overlap; and one before an arrival, unless every thread arrives, and after
-a store to tensor memory. It knows nothing else of tensor memory (facebookexperimental/triton#1993).
-So these are races, unless a barrier lies between:
-
-- warps load from tensor memory, and then store to the same bytes, through an alias or with another
-  layout, so that another warp has them. Each of four warps has 32 lanes, and no others; with more
-  warps the layouts of the compiled launch say who has what.
-- warps load from tensor memory, and then one thread issues an MMA, or a copy, that writes there.
-- one thread speaks for itself alone: it issues an MMA or a copy, commits, or announces bytes, and
-  who waits for that meets what other warps do before it.
+What is a race is told to users; here is why. Global memory: the compiler puts barriers where values
+go through shared memory, and none for global memory; an element that several warps have, as
+a scalar, counts as that of the first one, which stores it. A scalar atomic releases what one thread
+did; Triton 3.9 puts a barrier there (triton-lang/triton#10816). Shared and tensor memory: the
+compiler guards what a role does to shared memory, aliases included, an arrival unless every thread
+arrives, and a store to tensor memory, of which it knows nothing else
+(facebookexperimental/triton#1993); each of four warps has 32 lanes of it, and no others. Loops: a
+load is a race if the compiled loop moves it (`ttgir`) before the store of an earlier iteration.
 
 Whether a barrier lies between says the machine code of this launch: a finding needs a way from the
 first access to the second, or to the release, on which there is none (`assembly`). For global
@@ -283,7 +261,7 @@ class Threads:
         mask of the elements, and their positions then."""
         if _STORES in region.shadow.tables:
             numbers = _first(region.cells(region.shadow.tables[_STORES])[block.index])
-            for number in _distinct(numbers):
+            for number in distinct(numbers):
                 if number and self._is_unguarded(self._stores[number - 1]):
                     chosen = numbers == number
                     places = region.cells(region.shadow.table(_POSITIONS))[block.index[chosen]]
@@ -373,7 +351,7 @@ class Threads:
         compiled loop loads it before. view: of a table, what it loads."""
         role = self._launch.role
         if role.turns and _STORES in region.shadow.tables:
-            for number in _distinct(view(region.shadow.tables[_STORES])):
+            for number in distinct(view(region.shadow.tables[_STORES])):
                 store = self._stores[number - 1]
                 level = _level(store.turns, role.turns)
                 if number and store.access.role == role.index and level is not None:
@@ -423,9 +401,10 @@ def _level(then: tuple[Turn, ...], now: tuple[Turn, ...]) -> int | None:
     return next((i if a.loop is b.loop else None for i, (a, b) in pairs if a != b), None)
 
 
-def _distinct(numbers: torch.Tensor) -> list[int]:
-    if not numbers.numel():
-        return []
+def distinct(numbers: torch.Tensor) -> list[int]:
+    """Return the sorted distinct numbers; torch sorts few of them slower than Python does."""
+    if numbers.numel() <= 64:
+        return sorted(set(numbers.reshape(-1).tolist()))
     low, high = map(int, torch.aminmax(numbers))
     return [low] if low == high else numbers.unique().tolist()
 

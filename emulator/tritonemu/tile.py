@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton._utils import TRITON_MAX_TENSOR_NUMEL
 
 from .errors import InvalidKernel, Unsupported, current_location
 from .launch import current, is_wide
@@ -171,7 +172,10 @@ class Tile:
     def __init__(self, data: torch.Tensor, dtype: tl.dtype, base: Any = None):
         self.data, self.dtype, self.base, self.exact = data, dtype, base, None
         if data.ndim:
-            WORK[0] += data.numel()
+            WORK[0] += (count := data.numel())
+            if count > TRITON_MAX_TENSOR_NUMEL:
+                most = f"a block has at most {TRITON_MAX_TENSOR_NUMEL} elements"
+                raise InvalidKernel(f"{most}, got {count}: {self!r}")
 
     def like(self, data: torch.Tensor) -> "Tile":
         """Build the same kind of value with other data."""

@@ -1,8 +1,9 @@
 """Global memory that `torch.empty` and its kin made, and that nothing has written since.
 
-`fake_gpu` names what they make; kernels note, byte by byte, what they write to it. A write of
-PyTorch's, of which its version tells, is taken for one of all of the storage, and so is what lets
-others write unseen (`x.data`, `x.numpy()`). Tensors of inference mode have no version: not known.
+`fake_gpu` names what they make; kernels note, byte by byte, what they write to it, and so does a
+call of PyTorch's that changes its first argument, or `out=`, of which the version tells. Another
+write is taken for one of all of the storage, and so is what lets others write unseen (`x.data`,
+`x.numpy()`). Tensors of inference mode have no version: not known.
 
 PyTorch reads it, too: to compare or to sum up what kernels have written in part is a finding, also
 after a copy. Other operations may well have results that nobody looks at, in padding.
@@ -13,6 +14,7 @@ import mmap
 import os
 import sys
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -70,29 +72,26 @@ _KNOWN: dict[int, Fresh] = {}  # by the address of the storage, which a weak ref
 _SWEEP = [64]  # at how many of them those that are gone are looked for
 
 
+def _functions(names: str) -> set[Any]:
+    every = product((torch, torch.Tensor), names.split())
+    return {getattr(*each) for each in every if callable(getattr(*each, None))}
+
+
 # Functions that depend on every element, and those whose result has the same elements.
-READS = {
-    *(torch.allclose, torch.equal, torch.isclose, torch.sum, torch.mean, torch.amax, torch.amin),
-    *(torch.max, torch.min, torch.argmax, torch.argmin, torch.any, torch.all, torch.norm),
-    *(torch.Tensor.allclose, torch.Tensor.equal, torch.Tensor.isclose, torch.Tensor.sum),
-    *(torch.Tensor.mean, torch.Tensor.amax, torch.Tensor.amin, torch.Tensor.max, torch.Tensor.min),
-    *(torch.Tensor.argmax, torch.Tensor.argmin, torch.Tensor.any, torch.Tensor.all),
-    *(torch.Tensor.norm, torch.Tensor.item),
-}
-COPIES = {
-    *(torch.Tensor.to, torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.clone),
-    *(torch.Tensor.bfloat16, torch.Tensor.int, torch.Tensor.long, torch.Tensor.clone),
-    *(torch.Tensor.contiguous,),
-}
+READS = {torch.testing.assert_close} | _functions(
+    "allclose equal isclose sum mean amax amin max min argmax argmin any all norm item"
+)
+COPIES = _functions("clone contiguous to float double half bfloat16 int long")
 JUDGED: contextvars.ContextVar[bool] = contextvars.ContextVar("judged", default=False)
 
 
 def read(func: Any, tensor: torch.Tensor) -> None:
     """Raise UninitializedRead if PyTorch reads what kernels have left out, and it is judged."""
-    written = _elements(tensor) if _KNOWN and JUDGED.get() else None
+    fresh = of(tensor)  # forgets it after a write that nobody has seen
+    written = _elements(tensor) if fresh and func in READS and JUDGED.get() else None
     if written is None or bool(written.all()):
         return
-    fresh, missing = of(tensor), int((~written).sum())
+    missing = int((~written).sum())
     file, line = fresh.location
     finding = UninitializedRead(
         f"{func.__name__} of PyTorch reads {missing} of {written.numel()} elements that no kernel "
@@ -117,9 +116,21 @@ def copied(tensor: torch.Tensor, copy: torch.Tensor) -> None:
             _marks(fresh, copy).copy_(-written.to(torch.int8))
 
 
+def written(func: Any, args: Any, out: Any, inputs: list[torch.Tensor]) -> None:
+    """Record what this call of PyTorch's has written of these tensors."""
+    changed = (*args[:1], *(out if isinstance(out, tuple) else (out,)))
+    for tensor in inputs:
+        fresh = _noted(tensor)
+        if fresh is None or tensor.is_inference() or fresh.version == tensor._version:
+            continue
+        if any(tensor is each for each in changed):
+            _marks(fresh, tensor)[args[1] if func is torch.Tensor.__setitem__ else ...] = -1
+            fresh.version = tensor._version
+
+
 def _elements(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return which elements are written; None if that is not known, or no kernel got it yet."""
-    fresh = of(tensor) if tensor.layout == torch.strided else None
+    fresh = of(tensor)
     return None if fresh is None or fresh.report is None else _marks(fresh, tensor) == -1
 
 
@@ -155,9 +166,14 @@ def forget(tensor: torch.Tensor) -> None:
         _KNOWN.pop(tensor.untyped_storage()._cdata, None)
 
 
+def _noted(tensor: torch.Tensor) -> Fresh | None:
+    strided = _KNOWN and tensor.layout == torch.strided
+    return _KNOWN.get(tensor.untyped_storage()._cdata) if strided else None
+
+
 def of(tensor: Any) -> Fresh | None:
     """Return the record of the storage of a tensor that may be partly unwritten."""
-    fresh = _KNOWN.get(tensor.untyped_storage()._cdata) if _KNOWN else None
+    fresh = _noted(tensor)
     if fresh is None or tensor.is_inference():
         return None
     if (fresh.version, fresh.num_bytes) != (tensor._version, tensor.untyped_storage().nbytes()):

@@ -158,12 +158,11 @@ def gemm_grouped(problems: Iterable[Shape], *, sms: int, ctas: int) -> Prepared:
             check_product(a, b, c)
 
     config = {"EPILOGUE_SUBTILE": 2, "FP8": False, "NUM_CTAS": ctas, "ctas_per_cga": (ctas, 1, 1)}
-    reachable = [x for xs in operands for x in xs]
     return Prepared(
         load("blackwell-grouped-gemm_test.py").grouped_matmul_tlx_kernel.fn,
         (sms,),
         (*pointers, sizes.flatten(), strides.flatten(), len(operands)),
-        {"NUM_SM": sms, **BLOCKS, **BUFFERS, **config, **ONE_STAGE, "reachable": reachable},
+        {"NUM_SM": sms, **BLOCKS, **BUFFERS, **config, **ONE_STAGE},
         check,
     )
 

@@ -101,7 +101,7 @@ def make_tensor_descriptor(
     padding_option: str = "zero",
 ) -> Any:  # fmt: skip
     descriptor = make_descriptor(base, shape, strides, block_shape, padding_option)
-    return described(descriptor, layout)
+    return described(descriptor.placed(), layout)
 
 
 TMA = {

@@ -28,30 +28,6 @@ def _without_hints(name: str) -> Any:
     return apply
 
 
-def arange(start: int, end: int, layout: Any = None) -> Tile:
-    return LANGUAGE["arange"](start, end)
-
-
-def full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Tile:
-    return LANGUAGE["full"](shape, value, dtype)
-
-
-def convert_layout(value: Any, layout: Any, assert_trivial: bool = False) -> Any:
-    return value
-
-
-def set_auto_layout(value: Any, layout: Any) -> Any:
-    return value
-
-
-def num_warps() -> int:
-    return current().role.warps
-
-
-def num_ctas() -> int:
-    return current().num_ctas
-
-
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Any, dtype: Any, **options: Any
 ) -> Any:
@@ -103,14 +79,17 @@ def warp_specialize(
     return results[0]
 
 
-_OWN = (
-    *(arange, full, convert_layout, set_auto_layout, num_warps, num_ctas, warp_specialize),
-    *(barrier, allocate_shared_memory, inline_asm_elementwise),
-)
+_OWN = (warp_specialize, barrier, allocate_shared_memory, inline_asm_elementwise)
 OPERATIONS = {
     **{name: value for name, value in LANGUAGE.items() if hasattr(gl, name)},
     **{name: _without_hints(name) for name in ("load", "store", "histogram")},
     **{each.__name__: each for each in _OWN},
+    "arange": lambda start, end, layout=None: LANGUAGE["arange"](start, end),
+    "full": lambda shape, value, dtype, layout=None: LANGUAGE["full"](shape, value, dtype),
+    "convert_layout": lambda value, layout, assert_trivial=False: value,
+    "set_auto_layout": lambda value, layout: value,
+    "num_warps": lambda: current().role.warps,
+    "num_ctas": lambda: current().num_ctas,
     "dot_fma": mma_v2,
 }
 OPERATIONS.pop("zeros", None)

@@ -90,6 +90,7 @@ def load_box(
         expected = f"{desc.dtype}{list(desc.block_shape)}"
         raise InvalidKernel(f"{result.name} must be {expected} as the descriptor")
     operation = copy(role, "copy", result, num_bytes)
+    desc.read_by(operation)
     deliver(role, operation, result, desc.fetch(offsets, operation).data, targets)
 
 
@@ -100,6 +101,7 @@ def async_descriptor_store(
 ) -> None:  # fmt: skip
     role, source = point(), source.single()
     operation = copy(role, "store", source, source.num_bytes)
+    desc.read_by(operation)
     box = Tile(source.read(operation).reshape(desc.block_shape), source.dtype)
     desc.store(offsets, box, store_reduce, landing(role, operation))
 
@@ -114,6 +116,7 @@ def gather(
     if result.shape != expected or result.dtype.name != desc.dtype.name:
         raise InvalidKernel(f"{result.name} must be {desc.dtype}{[*expected]} as what is gathered")
     operation = copy(role, "copy", result, result.num_bytes)
+    desc.read_by(operation)
     deliver(role, operation, result, desc.gather(rows, column, operation).data, targets)
 
 
@@ -121,6 +124,7 @@ def gather(
 def async_descriptor_scatter(desc: Descriptor, source: Buffer, rows: Tile, column: Any) -> None:
     role, source = point(), source.single()
     operation = copy(role, "store", source, source.num_bytes)
+    desc.read_by(operation)
     value = Tile(source.read(operation), source.dtype)
     desc.scatter(value, rows, column, landing(role, operation))
 

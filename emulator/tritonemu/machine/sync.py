@@ -1,5 +1,6 @@
 """Barriers of all kinds, and the counterparts of barriers and buffers in other CTAs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import triton.language as tl
@@ -9,7 +10,7 @@ from ..buffers import Buffer
 from ..errors import InvalidKernel, OutOfBounds, Wait, current_location
 from ..launch import current
 from ..rewrite import static_int
-from ..tile import Tile, scalar
+from ..tile import scalar
 from .table import OPERATIONS, holds, op, point
 
 # mbarriers.
@@ -140,39 +141,6 @@ def barrier_arrive(
 
 
 @op
-def named_barrier_wait(bar: Any, arrive_count: int) -> None:
-    role = point()
-    named_barrier(role, int(bar)).arrive(role, int(arrive_count), wait=True)
-
-
-@op
-def named_barrier_arrive(bar: Any, arrive_count: int) -> None:
-    role = point()
-    named_barrier(role, int(bar)).arrive(role, int(arrive_count), wait=False)
-
-
-@op
-def cluster_barrier() -> None:
-    role = point()
-    role.cta.cluster.barrier.wait(role)
-
-
-@op
-def remote_view(barrier: Any, remote_cta_rank: Any) -> MBarrier:
-    return in_cta(single(barrier), int(remote_cta_rank))
-
-
-@op
-def cluster_cta_rank() -> Tile:
-    return scalar(current().role.cta.rank, tl.int32)
-
-
-@op
-def cluster_size_1d() -> Tile:
-    return scalar(len(current().role.cta.cluster.ctas), tl.int32)
-
-
-@op
 def fence(scope: str) -> None:
     if scope not in ("gpu", "sys", "async_shared"):
         raise InvalidKernel(f'scope of fence must be "gpu", "sys" or "async_shared", got {scope!r}')
@@ -180,17 +148,31 @@ def fence(scope: str) -> None:
         current().role.fence()
 
 
-@op
-def fence_async_shared() -> None:
-    current().role.fence()
+def _meet_by_name(wait: bool) -> Callable:
+    def meet(bar: Any, arrive_count: int) -> None:
+        role = point()
+        named_barrier(role, int(bar)).arrive(role, int(arrive_count), wait)
+
+    return meet
 
 
-def _no_effect(*args: Any, **kwargs: Any) -> None:
-    """Do nothing: hints, and operations that the clocks do not need."""
+def _cluster() -> Any:
+    return current().role.cta.cluster
 
 
+for _name, _operation in {
+    "named_barrier_wait": _meet_by_name(True),
+    "named_barrier_arrive": _meet_by_name(False),
+    "cluster_barrier": lambda: _cluster().barrier.wait(point()),
+    "remote_view": lambda barrier, remote_cta_rank: in_cta(single(barrier), int(remote_cta_rank)),
+    "cluster_cta_rank": lambda: scalar(current().role.cta.rank, tl.int32),
+    "cluster_size_1d": lambda: scalar(len(_cluster().ctas), tl.int32),
+    "fence_async_shared": lambda: current().role.fence(),
+}.items():
+    op(_operation, _name)
+# Hints, and operations that the clocks do not need.
 for _name in (
     *("fence_mbarrier_init_cluster", "prefetch", "async_descriptor_prefetch_tensor"),
     *("assert_same_layout", "dump_layout"),
 ):
-    OPERATIONS[_name] = _no_effect
+    OPERATIONS[_name] = lambda *args, **kwargs: None

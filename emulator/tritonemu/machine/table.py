@@ -28,9 +28,9 @@ def uncharged(function: Callable) -> Callable:
     return apply
 
 
-def op(function: Callable) -> Callable:
-    """Register the function as the TLX operation of its name; `uncharged`, too."""
-    OPERATIONS[function.__name__] = apply = uncharged(function)
+def op(function: Callable, name: str = "") -> Callable:
+    """Register the function as the TLX operation of its name, or this one; `uncharged`, too."""
+    OPERATIONS[name or function.__name__] = apply = uncharged(function)
     return apply
 
 

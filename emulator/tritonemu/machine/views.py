@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import torch
-import triton.language as tl
 
 from ..buffers import Buffer
 from ..engines import SHARED_BYTES, TENSOR_BYTES
@@ -13,11 +12,6 @@ from ..rewrite import static_int
 from ..scheduler import Role
 from ..tile import Tile, to_tile
 from .table import op, point
-
-
-@op
-def local_view(buffers: Any, index: Any) -> Any:
-    return buffers[index]
 
 
 @op
@@ -37,11 +31,6 @@ def subslice(buffer: Buffer, offset: int, size: int) -> Buffer:
 
 
 @op
-def local_trans(buffer: Buffer, dims: Any = (1, 0)) -> Buffer:
-    return buffer.single().permute(tuple(static_int(dim) for dim in dims))
-
-
-@op
 def local_reshape(buffer: Buffer, shape: Any) -> Buffer:
     if buffer.storage.tensor:
         raise InvalidKernel("tlx.local_reshape takes shared memory, got tensor memory")
@@ -49,11 +38,6 @@ def local_reshape(buffer: Buffer, shape: Any) -> Buffer:
     if math.prod(sizes) != math.prod(buffer.single().shape):
         raise InvalidKernel(f"tlx.local_reshape must keep the size of {buffer.name}, got {sizes}")
     return buffer.reinterpret(buffer.dtype, sizes)
-
-
-@op
-def local_reinterpret(buffer: Buffer, dtype: tl.dtype, shape: Any = None) -> Buffer:
-    return buffer.reinterpret(dtype, shape)
 
 
 # Registers to buffers and back.
@@ -107,3 +91,13 @@ def local_scatter(buffer: Buffer, value: Tile, indices: Any, axis: int, token: A
     old = local_load(buffer)
     new = old.data.scatter(axis, index.data.to(torch.int64), value.data)
     local_store(buffer, old.like(new))
+
+
+for _name, _operation in {
+    "local_view": lambda buffers, index: buffers[index],
+    "local_trans": lambda buffer, dims=(1, 0): buffer.single().permute(
+        tuple(map(static_int, dims))
+    ),
+    "local_reinterpret": lambda buffer, dtype, shape=None: buffer.reinterpret(dtype, shape),
+}.items():
+    op(_operation, _name)

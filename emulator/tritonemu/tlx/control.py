@@ -87,28 +87,6 @@ def async_task_replica_id() -> int:
 
 
 @op
-def dtype_of(value: Any) -> tl.dtype:
-    dtype = value.dtype
-    return dtype.element_ty if dtype.is_ptr() else dtype
-
-
-@op
-def size_of(dtype: tl.dtype) -> int:
-    return constant(dtype).primitive_bitwidth // 8
-
-
-@op
-def get_fp8_format_name(dtype: tl.dtype) -> str:
-    return {"fp8e5": "e5m2", "fp8e4nv": "e4m3"}[dtype.name]
-
-
-@op
-def clock64() -> Tile:
-    """Read modelled cycles."""
-    return scalar(int(point().scheduler.tell_time()), tl.int64)
-
-
-@op
 def vote_ballot_sync(mask: int, pred: Any) -> Tile:
     """Return the ballot of each warp, assuming that the predicate's rows are a warp's lanes."""
     pred = cast(to_tile(pred), tl.int1)
@@ -125,18 +103,19 @@ class DescriptorSlot:
     """`tlx.allocate_tensor_descriptor`: places for descriptors made on the device."""
 
     slots: list[Any]
+    maps: list[list[Any]]
     first: int = 0
 
     def __getitem__(self, index: Any) -> "DescriptorSlot":
         number = self.first + int(index)
         if not 0 <= number < len(self.slots):
             raise OutOfBounds(f"{len(self.slots)} descriptors are allocated, got index {number}")
-        return DescriptorSlot(self.slots, number)
+        return DescriptorSlot(self.slots, self.maps, number)
 
 
 @op
 def allocate_tensor_descriptor(num: int) -> DescriptorSlot:
-    return DescriptorSlot([None] * static_int(num))
+    return DescriptorSlot([None] * static_int(num), [[] for _ in range(static_int(num))])
 
 
 @op
@@ -145,9 +124,10 @@ def make_tensor_descriptor(
     padding_option: str = "zero",
 ) -> Descriptor:  # fmt: skip
     descriptor = language.make_tensor_descriptor(base, shape, strides, block_shape, padding_option)
-    if desc_ptr is not None:
-        desc_ptr.slots[desc_ptr.first] = descriptor
-    return descriptor
+    if desc_ptr is None:
+        return descriptor.placed()
+    desc_ptr.slots[desc_ptr.first] = descriptor
+    return descriptor.placed(desc_ptr.maps[desc_ptr.first])
 
 
 @op
@@ -184,3 +164,13 @@ def stoch_round(src: Tile, dst_ty: tl.dtype, rand_bits: Any) -> Tile:
     limit = torch.finfo(held(dst_ty)).max
     rounded = torch.where(size.isnan(), size, rounded.clamp(max=limit)).copysign(src.data)
     return Tile(rounded.to(torch.float32).to(held(dst_ty)), dst_ty)
+
+
+for _name, _operation in {
+    "dtype_of": lambda value: value.dtype.element_ty if value.dtype.is_ptr() else value.dtype,
+    "size_of": lambda dtype: constant(dtype).primitive_bitwidth // 8,
+    "get_fp8_format_name": lambda dtype: {"fp8e5": "e5m2", "fp8e4nv": "e4m3"}[dtype.name],
+    # Modelled cycles.
+    "clock64": lambda: scalar(int(point().scheduler.tell_time()), tl.int64),
+}.items():
+    op(_operation, _name)
