@@ -18,14 +18,24 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from gdpa_kernels import Lengths
-from gdpa_lab.measuring.length_distributions import KUAIRAND, MOVIELENS, Full, LogNormal, Uniform
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "lab"))  # in a checkout, uninstalled
+from gdpa_lab.measuring.length_distributions import (  # noqa: E402
+    KUAIRAND,
+    MOVIELENS,
+    Full,
+    LogNormal,
+    Uniform,
+)
 
 LAWS = {
     "full": Full(),

@@ -17,18 +17,24 @@ import os
 import numpy as np
 import torch
 import torch.distributed as dist
-import torchrec
 from metrics import bayes_loss
 from torch import nn
 from torch.nn import functional as F
-from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.optim import RowWiseAdagrad, apply_optimizer_in_backward
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from data import AGES, Batch, Traffic, World, deal, make_batch
 from gdpa_kernels import GDPASelfAttention, Lengths, Tokenwise, jagged
+
+try:
+    import torchrec
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.optim import RowWiseAdagrad, apply_optimizer_in_backward
+    from torchrec.optim.optimizers import in_backward_optimizer_filter
+except (ImportError, OSError) as error:  # fbgemm_gpu of another torch is an OSError
+    MISSING = error
+else:
+    MISSING = None
 
 DIM, HEADS, MAX_SEQLEN = 32, 2, 64
 
@@ -118,6 +124,8 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser.add_argument("--batch", type=int, default=64, help="rows of a step, of all ranks")
     parser.add_argument("--offsets", choices=("int32", "int64"), default="int64")
     o = parser.parse_args(argv)
+    if MISSING is not None:
+        parser.error(f"needs torchrec as examples/torchrec.txt has it: {MISSING}")
     torch.set_num_threads(1)  # of small tensors more threads only wait
     alone = {} if "RANK" in os.environ else {"rank": 0, "world_size": 1, "store": dist.HashStore()}
     dist.init_process_group("gloo", **alone)

@@ -2,6 +2,7 @@
 
 from gdpa_kernels.block_attention.api import block_attention
 from gdpa_kernels.calling import jagged
+from gdpa_kernels.calling.compiler import CompilerWarning
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.gdpa.bias import RelativeBias
@@ -13,6 +14,7 @@ __all__ = [
     "PFFN",
     "PMA",
     "BlockAttention",
+    "CompilerWarning",
     "GDPASelfAttention",
     "Lengths",
     "Mask",

@@ -240,7 +240,7 @@ def check_offset_values(
     values = cu_seqlens.tolist()
     lengths = [end - start for start, end in pairwise(values)]
     if values[0] != 0 or values[-1] > total or (values[-1] < total and not allow_padding):
-        hint = ": offsets, not lengths, are wanted" if values[0] else ""
+        hint = ": of lengths, offsets are F.pad(lengths.cumsum(0), (1, 0))" if values[0] else ""
         raise ValueError(
             f"{name} must run from 0 to {'at most ' * allow_padding}the {total} rows of its "
             f"tensor, got {values[0]} to {values[-1]}{hint}"

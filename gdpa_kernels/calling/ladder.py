@@ -23,7 +23,7 @@ _BIASED = (*_EXTRAS, "bias")
 _ANYTHING = Requires(dtypes=(*_ALL_DTYPES, "float64"), head_dim_max=2**31 - 1)
 # Plain Triton with TMA; the MMAs of warp groups on Hopper; those of Blackwell.
 _TMA = Requires(capability=(9, 0), head_dim_multiple=8, aligned=True)
-_WGMMA = dataclasses.replace(_TMA, only_major=True, head_dim_max=128)
+_WGMMA = dataclasses.replace(_TMA, only_major=True, head_dim_max=128, tlx=True)
 _WGMMA_64 = dataclasses.replace(_WGMMA, head_dim_multiple=64)
 _TCGEN05 = dataclasses.replace(_WGMMA, capability=(10, 0))
 _TCGEN05_64 = dataclasses.replace(_TCGEN05, head_dim_multiple=64)
@@ -332,7 +332,11 @@ def resolve(
             f"got {batch.dtype} on {batch.device}"
         )
     chosen = rung(impl, operator, direction)
-    problem = chosen.requires.device_problem(batch.device) or chosen.call_problem(batch)
+    problem = chosen.requires.device_problem(batch.device)
+    if problem is None and (reason := chosen.unavailable(batch.device)):
+        problem = f"cannot run in this environment: {reason}; `python -m gdpa_kernels` says more"
+    if problem is None:
+        problem = chosen.call_problem(batch)
     if problem is not None:
         raise NotImplementedError(f"{name} {impl!r} {problem}")
     if strict and not chosen.is_deterministic(batch):

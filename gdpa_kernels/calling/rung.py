@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from gdpa_kernels.calling import compiler
 from gdpa_kernels.calling.recipe import WorkList
 
 PACKAGE = Path(__file__).parents[1]
@@ -94,7 +95,8 @@ class Requires:
     capability: the least compute capability; with only_major, no later major version will do.
     head_dim_max_of: the most head_dim on devices of a major compute capability, where its tiles
     fit in a program's memory only up to less than head_dim_max. aligned: TMA reads q, k and v
-    (`tma_problem`). extras: the options that it takes of those that few do (`Batch.extras`).
+    (`tma_problem`). extras: the options that it takes of those that few do (`Batch.extras`). tlx:
+    it is written in TLX, which fbtriton's compiler has.
     """
 
     capability: tuple[int, int] | None = None
@@ -105,6 +107,7 @@ class Requires:
     head_dim_max_of: Mapping[int, int] = field(default_factory=dict, hash=False)
     aligned: bool = False
     extras: tuple[str, ...] = ()
+    tlx: bool = False
 
     @functools.cached_property
     def devices(self) -> str:
@@ -234,14 +237,23 @@ class Rung:
         return () if recipe is None else recipe.make(*batch.offsets)
 
     def device_problem(self, device: torch.device) -> str | None:
-        """Why `device` cannot run it, or None; a module that cannot be imported included."""
-        problem = self.requires.device_problem(device)
-        if problem is None and self.requires.capability is not None:
-            try:
-                self.module()
-            except Exception as error:
-                return f"importing it failed: {type(error).__name__}: {error}"
-        return problem
+        """Why `device` cannot run it, or None; Triton that cannot compile it, and a module that
+        cannot be imported, included."""
+        return self.requires.device_problem(device) or self.unavailable(device)
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """Why this environment cannot run it on a device that could, or None."""
+        if self.requires.capability is None:
+            return None
+        # The emulator asks Triton for names alone.
+        problem = compiler.problem(self.requires.tlx) if device.type == "cuda" else None
+        if problem is not None:
+            return problem
+        try:
+            self.module()
+        except Exception as error:
+            return f"importing it failed: {type(error).__name__}: {error}"
+        return None
 
     def call_problem(self, batch: Any) -> str | None:
         """What it needs of a call, or None; the device aside."""
@@ -262,13 +274,26 @@ class Rung:
         if self.requires.device_problem(batch.device) is not None:
             return False
         try:
+            if self.requires.tlx and batch.device.type == "cuda" and compiler.tlx_problem():
+                return self._passed_over(batch)
             module = self.module()
         except Exception:
-            return False
+            return self._passed_over(batch)
         call_problem = getattr(module, "call_problem", None)
         if (call_problem is not None and call_problem(batch)) or self._requires_problem(batch):
             return False
         return not hasattr(module, "workspace") or not self.needs_much_memory(batch)
+
+    def _passed_over(self, batch: Any) -> bool:
+        """False; warned of where nothing but the environment is in the way of a call, as far as
+        what can be imported tells."""
+        try:
+            problem = self.call_problem(batch)
+        except Exception:
+            problem = self._requires_problem(batch)
+        if problem is None:
+            compiler.warn(self.impl, self.unavailable(batch.device) or "")
+        return False
 
     def needs_much_memory(self, batch: Any) -> bool:
         """Whether a call takes far more memory than its arguments have."""

@@ -4,8 +4,8 @@ A model scores candidates for a user by the history of that user's events. `Page
 keeps the keys and values of the history, and `HistoryRules` (validity.py) say which of them stay
 right when it changes. `extend` and `candidates` (layers.py) run a layer over the cache, `score`
 (scores.py) the operator alone. `StoredSums` (sums.py) keep the output of fixed queries instead.
-Beside them are page tables (pages.py), kernels (joined.py, diagonal.py, common.py), the lock
-(exclusive.py) and checks (arguments.py).
+Beside them are page tables (pages.py), kernels (joined.py, diagonal.py, rows.py; common.py
+says when they run), the lock (exclusive.py) and checks (arguments.py).
 
 The words of this room, in docstrings, arguments and locals:
 

@@ -33,7 +33,7 @@ from gdpa_kernels.calling.launch import cdiv
 from gdpa_kernels.gdpa.batch import PagedKV
 from gdpa_kernels.gdpa.bias import check_times
 from gdpa_kernels.gdpa.device.page_layout import key_and_value_rows
-from gdpa_kernels.serving import common, joined
+from gdpa_kernels.serving import common
 from gdpa_kernels.serving.arguments import check_key, check_list, check_users, renamed
 from gdpa_kernels.serving.exclusive import Exclusive, exclusively
 from gdpa_kernels.serving.pages import CacheEntry, HistorySpan, Pages, check_whole, page_table
@@ -234,10 +234,12 @@ class PagedCache:
         """
         layer = self._check_candidates(layer, pages, k, v, cu_seqlens)
         if common.can_launch(k, v):
+            from gdpa_kernels.serving import joined  # only here Triton is needed
+
             cached = self.data[layer], pages.slots, pages.cu_seqlens, pages.max_seqlen
             return joined.join(*cached, k, v, cu_seqlens, max_seqlen)
         pairs = zip(self.read(layer, pages), (k, v), strict=True)
-        k, v = (joined.join_copies(*pair, pages.cu_seqlens, cu_seqlens) for pair in pairs)
+        k, v = (common.join_copies(*pair, pages.cu_seqlens, cu_seqlens) for pair in pairs)
         return k, v
 
     def paged_kv(

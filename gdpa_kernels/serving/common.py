@@ -1,27 +1,18 @@
-"""What the kernels of joined.py and diagonal.py share: when they may run, and rows of a head."""
+"""When the kernels of joined.py and diagonal.py may run, and what stands in for a copy of rows."""
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
-from gdpa_kernels.calling import checks
+from gdpa_kernels.calling import checks, compiler
 from gdpa_kernels.calling.rung import capability
-
-ELEMENTS = 4096  # of a tile: with four warps 32 of each tensor in a thread
-
-
-@triton.jit
-def row_pointers(ptr, row, head, dim, STRIDES: tl.constexpr):
-    """Pointers [rows, dims] to one head of some rows; strides are (token, head, dim)."""
-    base = ptr + row.to(tl.int64)[:, None] * STRIDES[0] + head.to(tl.int64) * STRIDES[1]
-    return base + dim.to(tl.int64)[None, :] * STRIDES[2]
+from gdpa_kernels.calling.sequences import token_positions
 
 
 def can_launch(*tensors: torch.Tensor) -> bool:
     """Whether a kernel without gradients may take these tensors, of one dtype and device: up to
-    fp32, on a GPU from sm_80 on, outside of autocast and of `torch.compile`."""
+    fp32, on a GPU from sm_80 on, outside of autocast and of `torch.compile`, where there is a
+    Triton to compile it."""
     first = tensors[0]
     return (
         first.dtype in checks.DTYPES
@@ -29,4 +20,20 @@ def can_launch(*tensors: torch.Tensor) -> bool:
         and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
         and not torch.is_autocast_enabled(first.device.type)
         and not torch.compiler.is_compiling()
+        and compiler.problem(tlx=False) is None
     )
+
+
+def join_copies(
+    cached: torch.Tensor,
+    candidates: torch.Tensor,
+    cached_ends: torch.Tensor,
+    new_ends: torch.Tensor,
+) -> torch.Tensor:
+    """`joined.join` by PyTorch, of rows that were copied out of the pages; waits for no device."""
+    out = cached.new_empty(len(cached) + len(candidates), *cached.shape[1:])
+    user, position = token_positions(len(cached), cached_ends)
+    out[cached_ends[user] + new_ends[user] + position] = cached
+    user, position = token_positions(len(candidates), new_ends)
+    out[cached_ends[user + 1] + new_ends[user] + position] = candidates
+    return out

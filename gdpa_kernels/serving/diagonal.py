@@ -16,7 +16,7 @@ from gdpa_kernels.calling.launch import cdiv, launch, next_power_of_2
 from gdpa_kernels.gdpa.device.activations import activate_per_head
 from gdpa_kernels.gdpa.device.custom import cache_key
 from gdpa_kernels.gdpa.registration import check_activation, prove
-from gdpa_kernels.serving.common import ELEMENTS, row_pointers
+from gdpa_kernels.serving.rows import ELEMENTS, row_pointers
 
 
 @triton.jit(do_not_specialize=["total", "addends"])

@@ -1,7 +1,7 @@
 """[history; candidates] of each user: cached keys and values before those of the candidates.
 
 `PagedCache.read_before` calls `join`, which copies each row once by a kernel, or on devices without
-one, and with gradients, `join_copies` of what it has copied out of the pages.
+one, and with gradients, `common.join_copies` of what it has copied out of the pages.
 
 Three cached rows of user 0 and two of user 1, with candidates x of 0 and y, z of 1, become
 
@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import cdiv, launch, next_power_of_2
-from gdpa_kernels.calling.sequences import token_positions
-from gdpa_kernels.gdpa.device.page_layout import key_row
-from gdpa_kernels.serving.common import ELEMENTS, row_pointers
+from gdpa_kernels.gdpa.device import page_layout
+from gdpa_kernels.serving.rows import ELEMENTS, row_pointers
+
+key_row = triton.jit(page_layout.key_row)
 
 
 @triton.jit
@@ -97,18 +98,3 @@ def join(
         HEAD_DIM=head_dim, ROWS=rows, WIDTH=width, num_warps=4,
     )  # fmt: skip
     return keys, values
-
-
-def join_copies(
-    cached: torch.Tensor,
-    candidates: torch.Tensor,
-    cached_ends: torch.Tensor,
-    new_ends: torch.Tensor,
-) -> torch.Tensor:
-    """The same by PyTorch, of rows that were copied out of the pages; waits for no device."""
-    out = cached.new_empty(len(cached) + len(candidates), *cached.shape[1:])
-    user, position = token_positions(len(cached), cached_ends)
-    out[cached_ends[user] + new_ends[user] + position] = cached
-    user, position = token_positions(len(candidates), new_ends)
-    out[cached_ends[user + 1] + new_ends[user] + position] = candidates
-    return out

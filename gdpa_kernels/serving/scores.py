@@ -31,7 +31,7 @@ from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.mask import Mask
 from gdpa_kernels.gdpa.registration import check_activation, prove
-from gdpa_kernels.serving import common, diagonal
+from gdpa_kernels.serving import common
 from gdpa_kernels.serving.cache import PagedCache
 from gdpa_kernels.serving.pages import Pages, check_whole
 
@@ -181,6 +181,8 @@ def _add_candidates(
     is a group, and a kernel of its own adds it to the result, or to the partial sums of it."""
     q, k, v, sequences, *_ = tokens
     if by_diagonal:
+        from gdpa_kernels.serving import diagonal  # only here Triton is needed
+
         names = "activation", "scale", "output_scale", "out_dtype"
         known = {name: options[name] for name in names if name in options}
         return diagonal.add_diagonal(q, k, v, over_history, **known)

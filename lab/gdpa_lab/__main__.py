@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from gdpa_lab import maintain
 from gdpa_lab.measuring.files import RecordError
-from gdpa_lab.report import doctor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,6 +66,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    try:
+        from gdpa_lab.report import doctor
+    except Exception as error:  # the library imports torch
+        sys.stdout.write(f"PyTorch must be installed again: {type(error).__name__}: {error}\n")
+        return 1
     found = doctor.findings(options.data_dir)
     sys.stdout.write(doctor.report(found))
     broken = any(f.repair is not None or (f.group == "data" and not f.ok) for f in found)
@@ -103,12 +107,13 @@ def _steps(options: argparse.Namespace) -> int:
 
 
 def _results(options: argparse.Namespace) -> int:
-    problem = doctor.no_records(options.data_dir)
+    from gdpa_lab.measuring import record
+    from gdpa_lab.report import results, terminal
+
+    problem = record.no_records(options.data_dir)
     if problem is not None:
         sys.stderr.write(f"{problem}\n")
         return 1
-    from gdpa_lab.measuring import record
-    from gdpa_lab.report import results, terminal
 
     data_dir = options.data_dir or record.DATA_DIR
     read = results.community if options.community else results.table

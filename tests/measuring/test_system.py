@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gdpa_kernels import doctor
 from gdpa_lab.measuring import system
 from tests.records import STATE
 
@@ -84,7 +85,7 @@ def test_a_machine_without_gpu(no_smi):
     assert (found.gpu, found.driver, found.power_limit_w, found.num_sms) == (None,) * 4
     assert found.torch == torch.__version__
     assert system.state() == STATE
-    assert system.gpu_names() == []
+    assert doctor.gpu_names() == []
 
 
 def test_a_gpu(gpu, smi):

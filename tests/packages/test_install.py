@@ -107,7 +107,7 @@ class Environment:
 
 
 def environment(folder: Path, built: dict[str, Package], wanted: str, *roots: str) -> Environment:
-    """`wanted` installed beside links to what `roots` need."""
+    """`wanted`, names with blanks between, installed beside links to what `roots` need."""
     venv.create(folder, symlinks=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     for name in needed(*roots):
@@ -119,7 +119,7 @@ def environment(folder: Path, built: dict[str, Package], wanted: str, *roots: st
     wheels = built["gdpa_kernels"].wheel.parent
     # No index: a dependency that is not declared in `roots` too ends this with pip's message.
     options = ("--no-index", "--find-links", wheels)
-    pip("--python", made.python, "install", *options, wanted, cwd=folder)
+    pip("--python", made.python, "install", *options, *wanted.split(), cwd=folder)
     return made
 
 
@@ -135,7 +135,7 @@ def library(tmp_path_factory, built) -> Environment:
 def emulator(tmp_path_factory, built) -> Environment:
     folder = tmp_path_factory.mktemp("emulator")
     return environment(
-        folder, built, "gdpa-kernels[emulator]", *LIBRARY, "greenlet", "pytest", "pip"
+        folder, built, "gdpa-kernels tritonemu", *LIBRARY, "greenlet", "pytest", "pip"
     )
 
 
@@ -202,6 +202,11 @@ def test_no_module_of_the_library_needs_more_than_it_declares(library):
         "print(*[name for name in names.split() if find_spec(name)])"
     )
     assert missing == "\n"
+
+
+def test_what_it_promises_on_a_cpu_holds(library):
+    smoke = ROOT / "tests" / "packages" / "smoke.py"
+    assert run(library.python, smoke, "fbtriton", cwd=library.folder).stdout.endswith(" runs\n")
 
 
 def test_the_example_of_the_readme_runs(library):

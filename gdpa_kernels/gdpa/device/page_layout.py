@@ -9,19 +9,18 @@ With pages of 4 tokens, token 2 of page 1 has slot 6, its key in row 10 and its 
 
     row    0..3     4..7       8  9 10 11   12 13 14 15
     page 0: keys   values   page 1: keys        values
+
+Formulas of numbers and of tensors; kernels take them by `triton.jit`.
 """
 
 import torch
-import triton
 
 
-@triton.jit
 def first_row(page, PAGE_SIZE):
     """The row with the key of a page's first token."""
     return page * (2 * PAGE_SIZE)
 
 
-@triton.jit
 def key_row(slot, PAGE_SIZE):
     """The row with the key of a slot: p PAGE_SIZE + t and, for the values of the pages before it,
     p PAGE_SIZE more."""
@@ -30,5 +29,5 @@ def key_row(slot, PAGE_SIZE):
 
 def key_and_value_rows(slots: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of the keys and of the values in these slots, int64 `[tokens]` each."""
-    keys = key_row.fn(slots, page_size)  # the same formula, of tensors
+    keys = key_row(slots, page_size)
     return keys, keys + page_size

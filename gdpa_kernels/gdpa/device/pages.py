@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.device.rows import fetch_rows
-from gdpa_kernels.gdpa.device.page_layout import first_row
+from gdpa_kernels.gdpa.device import page_layout
 from gdpa_kernels.gdpa.device.work_list import sequence_of
 
+first_row = triton.jit(page_layout.first_row)
 LEAST_PAGE_SIZE = 64  # the keys of the smallest tile
 
 

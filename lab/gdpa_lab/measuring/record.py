@@ -193,6 +193,13 @@ def _accepted(data_dir: Path) -> Mapping[str, Any]:
     return memory.answers() if data_dir.resolve() == DATA_DIR else {}
 
 
+def no_records(data_dir: str | Path | None) -> str | None:
+    """Return why `data_dir` cannot hold a record, or None; None is the repository's own folder."""
+    if data_dir is None or (Path(data_dir) / "records").is_dir():
+        return None
+    return f"--data-dir must be a folder that holds records/, got {str(data_dir)!r}"
+
+
 def survey(data_dir: str | Path = DATA_DIR) -> tuple[list[Record], list[RecordError]]:
     """Read every record in `data_dir`/records, oldest first, with an error for each refused file:
     any other file there, one that its `siblings` contradict where systems are promoted, and those

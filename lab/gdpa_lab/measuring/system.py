@@ -280,12 +280,6 @@ def _smi(*arguments: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def gpu_names() -> list[str]:
-    """GPUs that nvidia-smi lists, whether or not torch can use them; [] without nvidia-smi."""
-    output = _smi("--query-gpu=name")
-    return [] if output is None else [line.strip() for line in output.splitlines() if line.strip()]
-
-
 def _query_gpu(names: Sequence[str], gpu: str) -> dict[str, str | None] | None:
     output = _smi(f"--query-gpu={','.join(names)}", f"--id={gpu}")
     values = [v.strip() for v in output.strip().split(",")] if output is not None else []
