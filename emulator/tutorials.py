@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,12 @@ def remarks(reports: Any) -> str:
     return "; ".join(unwrapped_messages(unwrapped(barriers(reports))))
 
 
+def report_unjudged(lines: Sequence[str]) -> None:
+    for line in lines:
+        if line.startswith("could not judge"):
+            print(f"  {line}", file=sys.stderr)
+
+
 def outcome(error: BaseException) -> str:
     """Name the outcome of a case that raised `error`."""
     import tritonemu
@@ -144,7 +151,7 @@ def as_program(path: Path, arch: str, seconds: int, multiprocessors: int) -> tup
     if last.endswith("launched no kernel"):
         return "no kernel", (process.stdout.strip().splitlines() or [last])[-1]
     lines = process.stdout.splitlines()
-    print(*(each for each in lines if each.startswith("could not")), sep="\n", file=sys.stderr)
+    report_unjudged(lines)
     if process.returncode == 0 and (missed := [each for each in lines if WRAPS.match(each)]):
         return "not wrapped", "; ".join(missed)
     return ENDED.get(process.returncode, "ended by a signal"), last
@@ -176,7 +183,7 @@ def as_tests(
             late = [("one of its cases", "out of time", "")]
         else:
             lines = process.stdout.splitlines()
-            print(*(each for each in lines if each.startswith("could")), sep="\n", file=sys.stderr)
+            report_unjudged(lines)
             if process.returncode not in (0, 1, 2, 5):
                 late = [("one of its cases", "not checked", f"exit status {process.returncode}")]
         reported = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
@@ -251,7 +258,8 @@ def main() -> int:
                     as_expected = False
                 elapsed = round(time.monotonic() - start)
                 print(f"| {name} | {' | '.join(row)} | {elapsed} |", flush=True)
-                print(*(f"  {name} {note}" for note in notes), sep="\n", file=sys.stderr)
+                for note in notes:
+                    print(f"  {name} {note}", file=sys.stderr)
     return 0 if as_expected else 1
 
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +31,10 @@ def _fork(work: Callable[[], int], quiet: bool = False) -> int:
     """Start a process that ends with the status that the work returns; return its id."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if process := os.fork():
+    with warnings.catch_warnings():  # of threads of libraries, which nobody has used yet
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process = os.fork()
+    if process:
         return process
     ended = 3
     try:
