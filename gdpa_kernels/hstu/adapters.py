@@ -56,10 +56,9 @@ def hstu_mha(
         causal=True, window=window, full_rows=min_full_attn_seq_len if window else 0,
         **counts_of_stu(seq_offsets, num_targets, contextual_seq_len),
     )  # fmt: skip
-    out = gdpa(
-        q, k, v, seq_offsets, seq_offsets, max_seq_len, max_seq_len, activation="silu",
-        scale=alpha, output_scale=1 / max_seq_len if attn_scale is None else 1.0, mask=mask,
-        **options,
+    out = _divided(
+        max_seq_len if attn_scale is None else 1, q, k, v, seq_offsets, seq_offsets, max_seq_len,
+        max_seq_len, scale=alpha, mask=mask, **options,
     )  # fmt: skip
     if attn_scale is None:
         return out
@@ -89,9 +88,9 @@ def delta_hstu_mha(
         causal="lower_right", window=max_attn_len or None,
         **counts_of_stu(seq_offsets, num_targets, contextual_seq_len),
     )  # fmt: skip
-    return gdpa(
-        delta_q, k, v, offsets, seq_offsets, rows, max_seq_len, activation="silu", scale=alpha,
-        output_scale=1 / max_seq_len, mask=mask, **options,
+    return _divided(
+        max_seq_len, delta_q, k, v, offsets, seq_offsets, rows, max_seq_len, scale=alpha, mask=mask,
+        **options,
     )  # fmt: skip
 
 
@@ -141,10 +140,10 @@ def hstu_attn_varlen_func(
         causal=causal if same or not causal else "lower_right", window=left if limited else None,
         num_contexts=num_contexts, **targets,
     )  # fmt: skip
-    return gdpa(
-        q, k, v, cu_seqlens_k if same else cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        activation="silu", scale=alpha, mask=mask,
-        output_scale=1 / (max_seqlen_q if scaling_seqlen == -1 else scaling_seqlen), **options,
+    return _divided(
+        max_seqlen_q if scaling_seqlen == -1 else scaling_seqlen, q, k, v,
+        cu_seqlens_k if same else cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        scale=alpha, mask=mask, **options,
     )  # fmt: skip
 
 
@@ -174,6 +173,15 @@ def hstu_attention_forward(
         window_size=window_size, alpha=alpha, kv_cache=paged_kv_tensor, func=func_tensor,
         **options,
     )  # fmt: skip
+
+
+def _divided(divisor: int, *tensors: object, **options: object) -> torch.Tensor:
+    """`gdpa` with SiLU, divided: by the kernel, or after it in a compiled program, where
+    output_scale is a constant of the graph."""
+    compiling = torch.compiler.is_compiling()
+    output_scale = 1.0 if compiling else 1 / divisor
+    out = gdpa(*tensors, activation="silu", output_scale=output_scale, **options)
+    return out / divisor if compiling else out
 
 
 def _refuse(**arguments: bool) -> None:

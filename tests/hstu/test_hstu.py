@@ -262,6 +262,20 @@ def test_one_graph_for_every_longest_sequence(given):
     assert len(set(counts)) == 1, counts
 
 
+def test_a_function_has_one_graph_for_every_longest_sequence():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        adapters.hstu_mha, backend=counter, fullgraph=True, dynamic=True
+    )  # fmt: skip
+    counts = []
+    for longest in (7, 9, 12, 15):
+        q, k, v, ends = attention((3, longest, 2))
+        call = longest, 0.3, q, k, v, ends.int()
+        torch.testing.assert_close(compiled(*call), adapters.hstu_mha(*call))
+        counts.append(counter.frame_count)
+    assert len(set(counts)) == 1, counts
+
+
 def test_what_a_layer_does_not_take_is_refused():
     with pytest.raises(TypeError, match="options must not have output_scale"):
         HSTULayer(16, 2, output_scale=0.1)
