@@ -26,7 +26,6 @@ PUBLISHED = {
 """Names of the kernels of the published charts."""
 SHARED = {
     "valid": 2, "zigzag": 1, "padded": 3, "longest_first": 4,
-    "memory": 0, "overlap": 1, "copies": 0, "MMA": 3,
     "head_dim 64": 1, "head_dim 128": 0,
     **{f"{stem}self-full-{n}": i for stem in ("", "gdpa-") for i, n in
        enumerate((256, 512, 1024, 2048))},
