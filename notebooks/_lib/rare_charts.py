@@ -128,7 +128,8 @@ def swarm(
         if mirrored:
             axis.set_xscale("symlog", linthresh=0.1)
             axis.xaxis.set_major_formatter(lambda x, _: f"{abs(x):g}")
-            axis.set_xticks([-100, -10, -1, 0, 1, 10, 100, 1000])
+            ticks = [-100, -10, -1, 0, 1, 10, 100, 1000]
+            axis.set_xticks(ticks[:: 2 if style.is_narrow() else 1])
             axis.axvline(0, color=INK, linewidth=0.8)
         reference(axis, levels, upright=True)
         sns.swarmplot(
