@@ -37,8 +37,8 @@ _RUNG = re.compile(r"(?:(?:blackwell|forward|backward|block) )*[bv](\d+)(?!\d)",
 _GREYS = (
     ("fa2", "fa3", "fa4", "flashattention", "best baseline"),
     ("cudnn", "torch", "flex", "cutlass fmha", "cutlass_fmha", "eager"),
-    ("flashinfer", "gdpa_triton", "hstu", "published", "triton_gdpa", "cutedsl", "our rotary",
-     "rotary_kernel"),
+    ("flashinfer", "gdpa_triton", "hstu", "published triton", "published kernel", "triton_gdpa",
+     "cutedsl", "our rotary", "rotary_kernel"),
 )  # fmt: skip
 _DASHES = ((), (5, 2), (2, 1.5), (6, 1.5, 1.5, 1.5), (1, 1))
 _LIBRARIES = ("3", "cudnn", "flashinfer", "4", "triton", "hstu", "2", "flex")
