@@ -128,7 +128,8 @@ def swarm(
         if mirrored:
             axis.set_xscale("symlog", linthresh=0.1)
             axis.xaxis.set_major_formatter(lambda x, _: f"{abs(x):g}")
-            axis.set_xticks([-100, -10, -1, 0, 1, 10, 100, 1000])
+            ticks = [-100, -10, -1, 0, 1, 10, 100, 1000]
+            axis.set_xticks(ticks[:: 2 if style.is_narrow() else 1])
             axis.axvline(0, color=INK, linewidth=0.8)
         reference(axis, levels, upright=True)
         sns.swarmplot(
@@ -159,7 +160,8 @@ def heat(
         chart.draw_without_rendering()
         cells = axis.collections[0].get_facecolors()[frame.notna().to_numpy().ravel()]
         for text, cell in zip(axis.texts, cells, strict=True):  # alike on light and dark pages
-            text.set_color(_ON_DARK if cell[:3] @ (0.2126, 0.7152, 0.0722) < 0.48 else _ON_LIGHT)
+            light = ((cell[:3] + 0.055) / 1.055) ** 2.4 @ (0.2126, 0.7152, 0.0722)
+            text.set_color(_ON_DARK if light < 0.18 else _ON_LIGHT)
         for row, column in np.argwhere(frame.isna().to_numpy()):
             axis.text(column + 0.5, row + 0.5, NOT_TIMED.replace(" ", "\n"), ha="center",
                       va="center", fontsize=8)  # fmt: skip
@@ -177,7 +179,7 @@ def heat(
         return chart
 
 
-_ON_LIGHT, _ON_DARK = "#151515", "#fdfdfd"
+_ON_LIGHT, _ON_DARK = "#000000", "#fefefe"
 VERDICTS = {
     "found": SERIES[2], "hangs": SERIES[0], "crashes": SERIES[0], "missed": SERIES[1],
     "cannot run": INK,

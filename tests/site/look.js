@@ -87,8 +87,9 @@
       .filter((e) => e.textContent.trim() && e.checkVisibility(hidden))
       .map((e) => [e, e.getBoundingClientRect()]);
     const frame = svg.getBoundingClientRect();
-    const cut = boxes.filter(([, a]) => a.left < frame.left - 2 || a.right > frame.right + 2 ||
-      a.top < frame.top - 2 || a.bottom > frame.bottom + 2).map(([e]) => `${said(e)} is cut`);
+    const beyond = (a) => Math.max(frame.left - a.left, a.right - frame.right, frame.top - a.top,
+      a.bottom - frame.bottom) > Math.max(2, 0.3 * Math.min(a.width, a.height));
+    const cut = boxes.filter(([, a]) => beyond(a)).map(([e]) => `${said(e)} is cut`);
     return cut.concat(boxes.flatMap(([one, a], i) => boxes.slice(i + 1).flatMap(([other, b]) => {
       const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
       const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);

@@ -363,8 +363,8 @@ def coloured(names: Sequence[str], among: Collection[str] | None = None) -> dict
 
 
 def _behind(names: Sequence[str]) -> dict[str, str]:
-    """Colours of what does not stand out: of a baseline its own."""
-    return {name: x if (x := role_colour(name)) in style.GREYS else GREY for name in names}
+    """Colours of what does not stand out: of a kernel its own."""
+    return {name: GREY if (x := role_colour(name)) == style.INK else x for name in names}
 
 
 def list_rows(axis: Axes, names: Sequence[str]) -> None:

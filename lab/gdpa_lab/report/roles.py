@@ -26,7 +26,6 @@ PUBLISHED = {
 """Names of the kernels of the published charts."""
 SHARED = {
     "valid": 2, "zigzag": 1, "padded": 3, "longest_first": 4,
-    "memory": 0, "overlap": 1, "copies": 0, "MMA": 3,
     "head_dim 64": 1, "head_dim 128": 0,
     **{f"{stem}self-full-{n}": i for stem in ("", "gdpa-") for i, n in
        enumerate((256, 512, 1024, 2048))},
@@ -38,8 +37,8 @@ _RUNG = re.compile(r"(?:(?:blackwell|forward|backward|block) )*[bv](\d+)(?!\d)",
 _GREYS = (
     ("fa2", "fa3", "fa4", "flashattention", "best baseline"),
     ("cudnn", "torch", "flex", "cutlass fmha", "cutlass_fmha", "eager"),
-    ("flashinfer", "gdpa_triton", "hstu", "published", "triton_gdpa", "cutedsl", "our rotary",
-     "rotary_kernel"),
+    ("flashinfer", "gdpa_triton", "hstu", "published triton", "published kernel", "triton_gdpa",
+     "cutedsl", "our rotary", "rotary_kernel"),
 )  # fmt: skip
 _DASHES = ((), (5, 2), (2, 1.5), (6, 1.5, 1.5, 1.5), (1, 1))
 _LIBRARIES = ("3", "cudnn", "flashinfer", "4", "triton", "hstu", "2", "flex")
