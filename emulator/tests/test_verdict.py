@@ -166,3 +166,18 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch):
 
 def test_a_verdict_of_nothing_is_clean():
     assert Verdict().clean and Verdict().cycles == 0
+
+
+@triton.jit
+def failing_kernel(x_ptr, BLOCK: tl.constexpr):
+    tl.store(x_ptr, tl.sum(tl.exp(tl.arange(0, BLOCK) * 2.0)) + nowhere)  # noqa: F821
+
+
+def test_a_launch_costs_the_same_after_one_that_failed():
+    def cycles():
+        x, out = torch.arange(64.0), torch.ones(64)
+        return check(add_kernel, (4,), x, out, schedule=2, BLOCK=16, search=["modelled"]).cycles
+
+    once = cycles()
+    assert not check(failing_kernel, (1,), torch.ones(4096), BLOCK=4096, search=["modelled"]).clean
+    assert cycles() == once

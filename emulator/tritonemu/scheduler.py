@@ -324,6 +324,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.order.begin()
+        WORK[:] = 0, 0  # of a launch that ended with an exception
 
     def number_role(self) -> int:
         self.numbers["roles"] += 1
