@@ -85,7 +85,7 @@ def tlx_problem() -> str | None:
     except Exception as error:
         return f"TLX, which fbtriton has, cannot be imported ({text_of(error)})"
     called: set[str] = set()
-    for folder in tlx.__path__:
+    for folder in getattr(tlx, "__path__", ()):
         for path in Path(folder).glob("*.py"):
             called.update(_CALLED.findall(path.read_text(encoding="utf-8")))
     missing = sorted(name for name in called if not hasattr(builder, name))

@@ -214,6 +214,14 @@ def test_the_example_of_the_readme_runs(library):
     assert library.execute(f"{example}\nprint(*out.shape)") == "8 4 64\n"
 
 
+def test_the_examples_run_with_their_extra(tmp_path, built):
+    roots = *LIBRARY, "pandas", "tqdm"
+    made = environment(tmp_path / "examples", built, "gdpa-kernels[examples]", *roots)
+    script, quick = ROOT / "examples" / "train.py", ROOT / "examples" / "quick.txt"
+    run(made.python, script, f"@{quick}", "--steps", "2", "--eval-every", "2", cwd=tmp_path)
+    run(made.python, ROOT / "examples" / "torchrec_embeddings.py", "--help", cwd=tmp_path)
+
+
 def test_the_examples_of_the_emulator_run(emulator):
     """Its own tests of its README, on the installed package, and the command as installed."""
     folder = emulator.folder / "elsewhere"
