@@ -74,7 +74,7 @@ over = costs["v1, measured"] / costs["sum"]
 assert over > 1.03, "the text: more than the sum"
 assert fa2[SELF] > 0.97 and us[V1][SELF] > us[["fa4", "cudnn"]].loc[SELF].max(), "the caption"
 assert 1.05 < over < 1.15, "the alt text: a tenth"
-chapter.glue(over=over, waste=costs["MMAs, two repeated"])
+chapter.glue(over=over)
 chapter.predict(
     "By analogy, before anything had run on a GPU: backward v1 reaches 200 to 260 useful TFLOP/s "
     "on full batches of 1,024 tokens.",
