@@ -95,7 +95,7 @@ def laws(workloads: Mapping[str, Workload]) -> Figure:
             axis.axhspan(0, 1, color=GREY, alpha=0.35, linewidth=0)
             axis.fill_between(np.linspace(0, 1, work.batch), height, color=COLOURS[0], linewidth=0)
             axis.set(xlim=(0, 1), ylim=(0, 1))
-            axis.set_title(f"{text}\nN = {work.max_seqlen_q:,}, fill {work.fill:.2f}")
+            axis.set_title(f"{text}:\nN = {work.max_seqlen_q:,}, fill {work.fill:.2f}")
             axis.grid(visible=False)
             axis.set_xticks([0, 0.5, 1], ["0", "50 %", "100 %"])
             axis.set_yticks([0, 1], ["0", "N"])
