@@ -16,6 +16,7 @@ PLACEHOLDERS = {
     "CITATION.cff": 1,
     "_config.yml": 2,
     "emulator/docs/limits.md": 1,
+    "emulator/docs/use.md": 1,
     "emulator/pyproject.toml": 2,
     "pyproject.toml": 2,
 }

@@ -86,20 +86,23 @@ def scores(uses: Mapping[str, Sequence[tuple[int, int]]]) -> Figure:
 
 @style.drawn
 def laws(workloads: Mapping[str, Workload]) -> Figure:
-    """A panel for each workload, by title: its query lengths over max_seqlen_q, longest first; the
-    frame is the padded batch."""
+    """A panel for each workload, by title: its query lengths over max_seqlen_q, longest first, and
+    in grey the padding; the second panel names both."""
     rows = -(-len(workloads) // 3)
     with canvas(rows, 3, width=8.4, height=2.2 * rows, sharex=True, sharey=True) as (chart, axes):
         for axis, (text, work) in zip(axes.flat, workloads.items(), strict=True):
             height = np.sort(work.seqlens_q)[::-1] / work.max_seqlen_q
+            axis.axhspan(0, 1, color=GREY, alpha=0.35, linewidth=0)
             axis.fill_between(np.linspace(0, 1, work.batch), height, color=COLOURS[0], linewidth=0)
-            axis.plot([0, 1, 1, 0, 0], [0, 0, 1, 1, 0], color=INK, linewidth=0.8)
-            axis.set_title(f"{text}\nN = {work.max_seqlen_q}, fill {work.fill:.2f}")
+            axis.set(xlim=(0, 1), ylim=(0, 1))
+            axis.set_title(f"{text}:\nN = {work.max_seqlen_q:,}, fill {work.fill:.2f}")
             axis.grid(visible=False)
             axis.set_xticks([0, 0.5, 1], ["0", "50 %", "100 %"])
             axis.set_yticks([0, 1], ["0", "N"])
             axis.set_xlabel("sequences")
             axis.label_outer()
+        for x, text, colour in ((0.27, "tokens", PAGE), (0.73, "padding", INK)):
+            axes.flat[1].text(x, x, text, ha="center", va="center", color=colour)
         return chart
 
 

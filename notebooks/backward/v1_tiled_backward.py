@@ -74,7 +74,7 @@ over = costs["v1, measured"] / costs["sum"]
 assert over > 1.03, "the text: more than the sum"
 assert fa2[SELF] > 0.97 and us[V1][SELF] > us[["fa4", "cudnn"]].loc[SELF].max(), "the caption"
 assert 1.05 < over < 1.15, "the alt text: a tenth"
-chapter.glue(over=over, waste=costs["MMAs, two repeated"])
+chapter.glue(over=over)
 chapter.predict(
     "By analogy, before anything had run on a GPU: backward v1 reaches 200 to 260 useful TFLOP/s "
     "on full batches of 1,024 tokens.",
@@ -251,31 +251,6 @@ chapter.profile("v1_tiled_backward", workload="gdpa-self-full-512", direction="b
 # %% [markdown]
 # ## Exercises
 #
-# :::{exercise} Write dS down
-# :label: ex-seven-ds
-#
-# Let the first kernel write dS in bf16, and a second one compute $dQ = dS\,K$ from it: five MMAs,
-# deterministic. For gdpa-self-full-1024, how many GB is dS, and how long do writing and reading it
-# take at the rate of a copy, against the two repeated MMAs? *(paper, ten minutes)*
-# :::
-
-# %% tags=["remove-cell"]
-stored = 2 * w.pairs * w.num_heads_q
-there_and_back = 2 * stored / limits.gbytes_per_s(1, 1) / 1e6
-assert there_and_back > costs["MMAs, two repeated"], "the answer: it is cheaper to repeat"
-masked = studies.backward(v1_tiled_backward, replace(one_head, mask=Mask(causal=True))).reports
-causal_share = {100 * masked[name].dots / ran.reports[name].dots for name in masked}
-assert len(causal_share) == 1, "the answer: the same share in both kernels"
-chapter.glue(ds_gb=stored / 1e9, ds_ms=there_and_back, causal=causal_share.pop())
-
-# %% [markdown]
-# :::{solution} ex-seven-ds
-# :class: dropdown
-#
-# {glue:text}`ds_gb:.1f` GB, and {glue:text}`ds_ms:.1f` ms there and back; the two MMAs take
-# {glue:text}`waste:.1f` ms. Recomputing is cheaper, and needs no memory for dS.
-# :::
-#
 # :::{exercise} What a causal mask saves
 # :label: ex-seven-causal
 #
@@ -283,7 +258,14 @@ chapter.glue(ds_gb=stored / 1e9, ds_ms=there_and_back, causal=causal_share.pop()
 # compute, with the default tiles? Check with `studies.backward`. *(paper, then emulator; ten
 # minutes)*
 # :::
-#
+
+# %% tags=["remove-cell"]
+masked = studies.backward(v1_tiled_backward, replace(one_head, mask=Mask(causal=True))).reports
+causal_share = {100 * masked[name].dots / ran.reports[name].dots for name in masked}
+assert len(causal_share) == 1, "the answer: the same share in both kernels"
+chapter.glue(causal=causal_share.pop())
+
+# %% [markdown]
 # :::{solution} ex-seven-causal
 # :class: dropdown
 #

@@ -73,7 +73,7 @@ chapter.figure(block_bytes.boxes(DESIGNS, main), modelled="drawn from the lists 
 
 # %% tags=["remove-cell"]
 record = chapter.record("block/results")
-limits = results.ceilings(record)
+limits = results.ceilings(record, "sustained")
 machine = systems.load(chapter.data_dir / "systems" / f"{record.system}.json")
 rate = {"forward": limits.gbytes_per_s(3, 1), "backward": limits.gbytes_per_s(4, 3)}
 ridge = {way: 1e3 * limits.tflops / each for way, each in rate.items()}

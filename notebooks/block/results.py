@@ -90,7 +90,7 @@ assert rows["correct"][rows["time_us_p50"].notna()].eq(True).all(), "the text: a
 def named(impl):
     """The name of a kernel or of a baseline on this page."""
     if impl in BLOCK_BASELINES:
-        return BLOCK_BASELINES[impl].title.partition(",")[0]
+        return BLOCK_BASELINES[impl].title.removesuffix(", a sequence per block")
     return f"block {impl.partition('_')[0]}"
 
 

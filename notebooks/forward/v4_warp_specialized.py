@@ -85,9 +85,10 @@ chapter.figure(
 # | barriers | made by the compiler | five arrays of mbarriers, made by us |
 # | CTAs per SM | two | one |
 #
-# The roles are those of {doc}`first_tlx_kernel`, on jagged rows now. `async_task` gets `registers`,
-# what each thread of a consumer asks for. K and V have rings of their own: a consumer lets go of K
-# as soon as its scores are complete, and of V after P V:
+# The roles are those of {doc}`first_tlx_kernel`, on jagged rows now, whose tails {ref}`TMA clips
+# <rule-masks>`. `async_task` gets `registers`, what each thread of a consumer asks for. K and V
+# have rings of their own: a consumer lets go of K as soon as its scores are complete, and of V
+# after P V:
 
 # %% tags=["remove-input"]
 chapter.code(v4_warp_specialized.math, "for block in", "store_rows")

@@ -92,8 +92,9 @@ chapter.figure(
 # %% [markdown]
 # ## What changes
 #
-# v7 has the loop of {doc}`forward v6 <v6_short_kv>`. Up to head_dim 128 v8 changes only the loop's
-# head:
+# v7 has the loop of {doc}`forward v6 <v6_short_kv>`, whose {term}`persistent <persistent kernel>`
+# CTA starts the next tile's S with this one's last P V. Up to head_dim 128 v8 changes only the
+# loop's head:
 #
 # ```diff
 # -for block in tl.range(1, blocks):
@@ -330,8 +331,8 @@ chapter.glue(v4_added=len(loops.in_ir(plain)) - len(loops.in_ir(changed)))
 # :::{exercise} Why the boundary was never affected
 # :label: ex-v8-boundary
 #
-# Since v6b the next tile's first S is issued with this tile's last P V, by the same statements as
-# in the loop. In v7 no wait is added there. Why? *(paper, with the listing above)*
+# Where one tile leads to the next, v7 has the loop's statements, and no added wait. Why? *(paper,
+# with the listing above)*
 # :::
 #
 # :::{solution} ex-v8-boundary

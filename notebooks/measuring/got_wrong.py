@@ -54,7 +54,7 @@ chart = rare_charts.swarm(
     shown.sort_values("row"), xlabel="distance from the limit (%): inside, outside", mirrored=True,
     grey=[x for x in shown["row"].unique() if x not in causes.index[:2]],
     levels={f"half of the misses: {halfway:.0f} %": halfway},
-    finding="Farthest outside: " + ", ".join(f"{rows[n]} {x:,.0f} %" for n, x in worst.items()) + ".",
+    finding=f"Worst: {', '.join(f'{rows[n]} by {x:,.0f} %' for n, x in worst.items())}.",
 )  # fmt: skip
 chapter.figure(
     chart, data=predictions.reset_index(), computed="the verdicts of all chapters, as built"

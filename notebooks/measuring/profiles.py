@@ -65,6 +65,7 @@ def _(session):
 
 
 # %% [markdown]
+# (profile-counters)=
 # ## How to read them
 #
 # A profiler starts each kernel alone, several times, once for each group of counters, with cold
@@ -80,9 +81,8 @@ def _(session):
 # - *could issue*: warps of a scheduler that had an instruction ready, on average.
 #   Where it is far below one, instructions wait for each other and not for a slot.
 # - *waits*: the greatest reason for which warps did not issue, in percent of their time, producers
-#   included. Long scoreboard is, in kernels with roles, above all the wait at an
-#   {term}`mbarrier`; barrier counts waits for an MMA too; fixed latency is the latency of
-#   arithmetic.
+#   included. *Memory or mbarrier*, the profiler's long scoreboard, is in kernels with roles above
+#   all the wait at an {term}`mbarrier`; *fixed latency* is that of arithmetic.
 #
 # The rungs' chapters, but for forward v0, show their own counters under *Profile*.
 

@@ -41,12 +41,11 @@ chapter = Chapter("operator/workloads", mode=mode, device=device, data_dir=data_
 # | name: fig-workload-laws
 # | caption: >
 # |   **Most real histories fill little of a padded batch.** Lengths of six workloads, longest
-# |   sequence first, each over its max_seqlen. Blue: real tokens. Frame: the padded batch. Blue
-# |   divided by frame is the fill.
+# |   sequence first, up to N, the padded length. The share that is tokens is the fill.
 # | alt: >
-# |   Six panels. The full batch fills its frame. The uniform one is a triangle. The two MovieLens
+# |   Six panels. The full batch has no padding. The uniform one is a triangle. The two MovieLens
 # |   panels and KuaiRand-Pure are thin spikes at the left edge that fall off quickly. KuaiRand-1K
-# |   fills nine tenths of its frame, because most of its histories are longer than the cap.
+# |   is filled to nine tenths, because most of its histories are longer than the cap.
 SHOWN = {
     "gdpa-self-full-1024": "every sequence has N tokens",
     "gdpa-self-half-jagged-1024": "uniform, published generator",

@@ -123,9 +123,12 @@ chapter.glue(sigma=sigma, limit=limit, inside=100 * inside, off=off, empty=100 *
 # : 64 keys a query leave out {glue:text}`empty:.0f` % of the scores. 0.7 is a {term}`fill`, and the
 #   published times fit nothing else ({doc}`../block/counting_bytes`).
 #
-# Two tables give registers per thread and warps
-# : 32 (3 × 48 + 4 × 120 + 8 × 200) = 71,168 registers in the forward pass, 88,064 in the backward
-#   pass; an SM has 65,536 (nominal). A compiler may grant less than is asked.
+# Its table 2 gives registers per thread and warps
+# : 32 (3 × 48 + 4 × 120 + 8 × 200) = 71,168 registers; an SM has 65,536 (nominal). A compiler may
+#   grant less than is asked.
+#
+# So does table 4, for the backward pass
+# : 88,064 registers.
 #
 # Its kernels use 169 and 162 of 256 KB of shared memory
 # : An SM has 228 KB; 256 KB is its *tensor* memory {cite}`nvidiaptx`.

@@ -83,7 +83,7 @@ def test_peers_without_a_time_are_named_with_the_reason():
     assert missing["FlashAttention-4, dense"] == "not in this record"
     assert not {"cuDNN, dense", "FlashAttention-2 (torch)"} & {*missing}
     back = table[table["impl"] != "cudnn"].assign(direction="backward")
-    assert "cuDNN, dense on 1 of 2" in peers.missing_peers(pd.concat([table, back]))
+    assert "cuDNN, dense (1 of its 2 batches)" in peers.missing_peers(pd.concat([table, back]))
     jagged = peers.missing_peers(table.assign(workload="gdpa-self-half-jagged-256"))
     assert "FlashAttention-4, dense" not in jagged and "HSTU, Triton" not in jagged
     jagged = peers.missing_peers(table.assign(workload="gdpa-self-half-jagged-1024"))
@@ -100,7 +100,7 @@ def test_a_time_in_bursts_is_none_back_to_back():
     timed = table.assign(scope="sustained")
     other = timed.assign(workload="gdpa-self-full-512")
     missing = peers.missing_peers(pd.concat([table, other[other["impl"] != "cudnn"], timed]))
-    assert "cuDNN, dense on 1 of 2" in missing
+    assert "cuDNN, dense (1 of its 2 batches)" in missing
 
 
 def test_a_planned_peer_without_a_time_keeps_its_place():

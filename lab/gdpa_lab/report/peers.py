@@ -21,8 +21,9 @@ SLACK = 1.03
 
 def missing_peers(rows: pd.DataFrame) -> dict[str, str]:
     """Collect the peers that lack a time back to back on batches of `rows` that they take, with the
-    reason. A key is the peer's title, with "on m of n" if it has times on the other batches, of
-    each direction. Of a peer that takes none of GDPA's those with the function of HSTU count.
+    reason. A key is the peer's title, with "(m of its n batches)" if it has times on the others; a
+    batch counts in each direction. Of a peer that takes none of GDPA's those with the function of
+    HSTU count.
 
     `rows`: of `Chapter.rows`, of any number of workloads, directions and scopes; give it all rows
     that a sentence speaks of, failed ones included. The reason is that of the newest failed row, or
@@ -46,7 +47,7 @@ def missing_peers(rows: pd.DataFrame) -> dict[str, str]:
             if missing:
                 failed = theirs[theirs["time_us_p50"].isna() & (theirs["failure"] != "")]
                 why = failed["failure"].iloc[-1] if len(failed) else "not in this record"
-                some = "" if missing == takes else f" on {len(missing)} of {len(takes)}"
+                some = "" if missing == takes else f" ({len(missing)} of its {len(takes)} batches)"
                 reasons[f"{peer.title}{some}"] = why.removeprefix("Unsupported: ")
     return reasons
 

@@ -8,8 +8,19 @@ from gdpa_lab.measuring.profiling import COUNTERS, STATES
 
 CHAPTER = "measuring/profiles"
 """The chapter whose record holds the profiles."""
-STATE_NAMES = {"wait": "fixed latency", "gmma": "MMA issue", "mio_throttle": "MIO queue"}
-"""Names of states on the page, where they differ from the profiler's."""
+STATE_NAMES = {
+    "barrier": "barrier or MMA",
+    "dispatch_stall": "dispatch",
+    "drain": "last stores",
+    "gmma": "MMA issue",
+    "long_scoreboard": "memory or mbarrier",
+    "math_pipe_throttle": "a busy unit",
+    "mio_throttle": "queue to shared memory",
+    "not_selected": "their turn",
+    "short_scoreboard": "shared memory or MUFU",
+    "wait": "fixed latency",
+}
+"""What warps wait for in states whose name, the profiler's, does not say so."""
 SHARE = 0.02
 """Share of a call's time below which a kernel is not shown."""
 _SUMS = [name for name, counter in COUNTERS.items() if counter.endswith(".sum")]
@@ -54,14 +65,14 @@ def beside(rows: pd.DataFrame) -> pd.DataFrame:
                 f"{row['eligible_warps']:.2f} of {row['active_warps']:.1f}"
             ),
             "instructions (millions)": f"{row['instructions'] / 1e6:,.0f}",
-            "MUFU busy (%)": f"{row['mufu_percent']:.0f}",
+            "{term}`MUFU` busy (%)": f"{row['mufu_percent']:.0f}",
             "shared memory busy (%)": f"{row['shared_percent']:.0f}",
             "L2 hits (%)": f"{row['l2_hit_percent']:.0f}",
             "DRAM read + written (GB)": (
                 f"{row['dram_read_bytes'] / 1e9:.1f} + {row['dram_write_bytes'] / 1e9:.1f}"
             ),
             "DRAM busy (%)": f"{row['dram_percent']:.0f}",
-            "warps wait for (% of their time)": waits(row),
+            "warps {ref}`wait for <profile-counters>` (% of their time)": waits(row),
         }
         for name, row in kernels(rows).iterrows()
     }
