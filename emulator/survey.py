@@ -1,11 +1,12 @@
 """Surveys how many kernels of other people's programs the emulator runs.
 
-    python emulator/survey.py [--programs N] [--seconds N] FILE.py ...
+    python emulator/survey.py [--programs N] [--seconds N] [--masked zero] FILE.py ...
 
 Each file is a program for a GPU that launches kernels, a test for example; it runs in a process of
 its own, on a fake GPU. Only the first, the middle and the last programs of a grid run, `--programs`
 in all, and only a few launches of each kernel: this shows whether its operations are known, not
-whether its results are right. A finding ends its launch and not the program. Then come the kernels
+whether its results are right, and reads of what the others would have written are let pass. With
+`--programs 0` all run. A finding ends its launch and not the program. Then come the kernels
 that did not run to the end, by the message of their first launch that did not, what could not be
 judged, and barriers that did not go through both parities. Findings after the first of a file are
 marked: they may come from what an unfinished kernel left behind.
@@ -33,17 +34,17 @@ def _name(kernel: Any) -> str:
     return f"{Path(kernel.fn.__code__.co_filename).name}:{kernel.fn.__name__}"
 
 
-def examine(path: str, programs: int, seconds: int) -> None:
+def examine(path: str, programs: int, seconds: int, masked: str) -> None:
     """Run one program, and print a line with the outcome of its kernels."""
     import tritonemu
     from tritonemu import launch_hooks
-    from tritonemu.launch import Launch
+    from tritonemu.launch import Launch, Report
     from tritonemu.messages import remarks
 
     class Sample(collections.deque):
         def extend(self, clusters: Any) -> None:
             every, half = list(clusters), programs // 2
-            if len(every) > programs:
+            if len(every) > programs > 0:
                 middle = len(every) // 2
                 every = every[:half] + every[middle : middle + 1] + every[half + 1 - programs :]
             super().extend(every)
@@ -57,37 +58,44 @@ def examine(path: str, programs: int, seconds: int) -> None:
         begin(self, *args, **kwargs)
         self.clusters = Sample()
 
-    def run_and_note(kernel: Any, *args: Any, **kwargs: Any) -> None:
+    def run_and_note(kernel: Any, *args: Any, **kwargs: Any) -> Report:
+        opened = launch_hooks._opened()
+        if opened.reports is not ours:  # what tuning leaves is asked for, and noted there
+            return run(kernel, *args, **kwargs)
         name = _name(kernel)
         launches[name] += 1
-        if launches[name] > LAUNCHES:
-            return
+        if launches[name] > LAUNCHES and programs:
+            return Report(opened.arch)
         try:
             reports.append(run(kernel, *args, **kwargs))
+            messages.setdefault(name, "")
+            return reports[-1]
         except tritonemu.EmulatorError as error:
             if error.unfit:  # autotuning takes another configuration
                 raise
             later = "(later) " * any(messages.values())
             messages[name] = messages.get(name) or f"{later}{type(error).__name__}: {error.args[0]}"
-        messages.setdefault(name, "")
+        return Report(opened.arch)
 
-    def stop(*_: Any) -> NoReturn:
-        raise TimeoutError(f"after {seconds} s")
+    def answer(ended: str) -> NoReturn:
+        result = {"ended": ended, "kernels": messages, "remarks": remarks(reports)}
+        print("\n" + MARK + json.dumps(result), flush=True)
+        os._exit(0)
 
     Launch.__init__, launch_hooks.run_enabled = begin_few, run_and_note
-    signal.signal(signal.SIGALRM, stop)
+    signal.signal(signal.SIGALRM, lambda *_: answer(f"TimeoutError: after {seconds} s"))
     signal.alarm(seconds)
     ended = ""
+    unwritten = "allow" if programs else "error"
+    options = {"max_steps": 200_000, "masked": masked, "uninitialized": unwritten}
     sys.argv = [path]
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
-        with tritonemu.fake_gpu(), tritonemu.enabled(max_steps=200_000):
+        with tritonemu.fake_gpu(), tritonemu.enabled(**options) as ours:
             runpy.run_path(path, run_name="__main__")
     except BaseException as error:
         ended = f"{type(error).__name__}: {error}"
-    result = {"ended": ended, "kernels": messages, "remarks": remarks(reports)}
-    print("\n" + MARK + json.dumps(result), flush=True)
-    os._exit(0)
+    answer(ended)
 
 
 def main() -> None:
@@ -95,16 +103,17 @@ def main() -> None:
     parser.add_argument("files", nargs="+", metavar="FILE.py")
     parser.add_argument("--programs", type=int, default=6)
     parser.add_argument("--seconds", type=int, default=60, help="for each file")
+    parser.add_argument("--masked", choices=("nan", "zero"), default="nan")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        examine(options.files[0], options.programs, options.seconds)
+        examine(options.files[0], options.programs, options.seconds, options.masked)
     kernels: dict[str, str] = {}
     ends: list[str] = []
     said: collections.Counter[str] = collections.Counter()
     for file in options.files:
         command = [sys.executable, __file__, "--one", f"--programs={options.programs}"]
-        command += [f"--seconds={options.seconds}", file]
+        command += [f"--seconds={options.seconds}", f"--masked={options.masked}", file]
         try:
             process = subprocess.run(
                 command, capture_output=True, text=True, timeout=options.seconds + 30

@@ -288,3 +288,14 @@ def test_a_generator_has_a_position():
     assert generator.get_offset() == 8 and torch.Generator("cuda").get_offset() == 0
     torch.manual_seed(3)
     assert generator.get_offset() == 0 and generator.initial_seed() == 3
+    seed, offset = (state := generator.get_state()).view(torch.int64)
+    assert (int(seed), int(offset)) == (3, 0)
+    drawn = [torch.rand(4, generator=generator) for _ in range(2)]
+    later = generator.get_state()
+    drawn.append(torch.rand(4, generator=generator))
+    for start, draws in ((state, drawn[:2]), (later, drawn[2:])):
+        generator.set_state(start)
+        assert all(torch.rand(4, generator=generator).equal(draw) for draw in draws)
+    offset += 8  # as some programs do that draw in their own kernels
+    generator.set_state(state)
+    assert generator.get_offset() == 8

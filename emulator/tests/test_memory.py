@@ -203,6 +203,17 @@ def scatter_kernel(index_ptr, value_ptr, out_ptr, N: tl.constexpr):
     tl.store(out_ptr + tl.load(index_ptr + i), tl.load(value_ptr + i))
 
 
+@triton.jit
+def fill_kernel(out_ptr, value, N: tl.constexpr):
+    tl.store(out_ptr + tl.arange(0, N)[:, None], value)
+
+
+@pytest.mark.parametrize("n", (1, 2))
+def test_one_value_for_a_block_even_of_one_element(n):
+    run(fill_kernel, (1,), out := torch.zeros(n), 2.5, N=n)
+    assert out.eq(2.5).all()
+
+
 def test_an_index_that_is_repeated_in_one_store():
     index, out = torch.tensor([3, 0, 3, 1]), torch.zeros(4)
     same = torch.tensor([torch.nan, 1.0, torch.nan, 2.0])

@@ -47,6 +47,21 @@ def control_kernel(n, out_ptr):
 
 
 @triton.jit
+def condition_of_several_lines_kernel(n, out_ptr):
+    # fmt: off
+    if n + n + n + n == 0 or (
+        n
+    ) > 1:
+        tl.store(out_ptr, n)
+    # fmt: on
+
+
+def test_a_condition_may_end_on_a_later_line_further_left():
+    run(condition_of_several_lines_kernel, (1,), 2, out := zeros())
+    assert out[0] == 2
+
+
+@triton.jit
 def product(x, FACTORS: tl.constexpr, STEP: tl.constexpr = 1):
     for i in tl.static_range(0, len(FACTORS), STEP):
         x = x * FACTORS[i]

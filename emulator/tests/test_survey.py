@@ -79,3 +79,33 @@ def test_tables_of_tutorials(repository):
 def test_a_revision_that_is_not_there(repository):
     done = survey(repository, "v0")
     assert done.returncode == 2 and "has no commit v0" in done.stderr
+
+
+PROGRAM = """
+import torch
+import triton
+import triton.language as tl
+
+@triton.autotune([triton.Config({}, num_warps=warps) for warps in (2, 4)], key=[])
+@triton.jit
+def behind_kernel(x):
+    tl.store(x + 20, 1)
+
+@triton.jit
+def fill_kernel(x):
+    tl.store(x + tl.program_id(0), 1)
+
+x = torch.empty(20, device="cuda")
+behind_kernel[(1,)](x)
+fill_kernel[(20,)](x)
+print(x.sum())
+"""
+
+
+def test_kernels_of_a_program(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, str(COMMAND.with_name("survey.py")), str(tmp_path / "program.py")]
+    said = subprocess.run(command, capture_output=True, text=True).stdout
+    assert "1 of 2 kernels ran to the end, of 1 programs" in said
+    assert "program.py:behind_kernel: OutOfBounds" in said
+    assert said.endswith("programs that ended early:\nnone\n")

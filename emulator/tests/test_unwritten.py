@@ -250,3 +250,14 @@ def test_what_pytorch_may_do():
         assert x.sum() == 10
         empty().sum()
     x.sum()
+
+
+@triton.jit
+def selected_kernel(x_ptr, out_ptr, chosen):
+    i = tl.arange(0, 8)
+    tl.store(out_ptr + i, tl.load(x_ptr + i), mask=i < chosen)
+
+
+def test_memory_without_elements():
+    with fake_gpu(), enabled():
+        selected_kernel[(1,)](torch.ones(8, device="cuda"), torch.empty(0, device="cuda"), 0)

@@ -53,6 +53,10 @@ def test_a_finding_comes_first_with_its_timeline():
     assert verdict.as_json()["found"]["kind"] == "Race"
 
 
+def test_what_a_function_returns_may_be_expanded():
+    assert check(lambda: torch.ones(1).sum().expand(1)).clean
+
+
 def test_a_function_takes_no_arguments():
     with pytest.raises(TypeError, match="takes no arguments here, got"):
         check(lambda: None, 1)

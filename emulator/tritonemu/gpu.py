@@ -148,12 +148,29 @@ class _Stream(contextlib.AbstractContextManager):
 
 
 class _Generator(torch.Generator):
-    """CPU generator with the offset that those of a GPU have."""
+    """CPU generator with the offset, and the state of two words, that those of a GPU have."""
 
     offset = 0
 
     def __new__(cls, device: Any = "cpu") -> torch.Generator:
-        return super().__new__(cls, "cpu")
+        generator = super().__new__(cls, "cpu")
+        generator.states = {}
+        return generator
+
+    def get_state(self) -> torch.Tensor:
+        now = super().get_state()
+        while not self.states.setdefault((self.initial_seed(), self.offset), now).equal(now):
+            self.offset += 4  # PyTorch has drawn
+        words = torch.tensor([self.initial_seed(), self.offset], dtype=torch.uint64)
+        return words.view(torch.uint8)
+
+    def set_state(self, state: torch.Tensor) -> torch.Generator:
+        seed, offset = state.view(torch.uint64).tolist()
+        self.manual_seed(seed)
+        self.offset = offset
+        if (seed, offset) in self.states:
+            super().set_state(self.states[seed, offset])
+        return self
 
     def get_offset(self) -> int:
         return self.offset

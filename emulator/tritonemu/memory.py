@@ -564,7 +564,8 @@ class Memory:
             elif (key := ("lanes", file, line)) not in self._same:
                 self._same.add(key)
                 self._report.notes.append(text)
-        lost = region.flat[index].view(torch.uint8) != raw.contiguous().view(torch.uint8)
+        raw = raw.clone(memory_format=torch.contiguous_format)  # a stride of 0 cannot be viewed
+        lost = region.flat[index].view(torch.uint8) != raw.view(torch.uint8)
         if bool(lost.any()):
             element = int(index[lost.reshape(len(index), -1).any(1)][0]) - region.low
             finding = Race(

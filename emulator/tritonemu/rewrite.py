@@ -152,7 +152,7 @@ class _Rewriter(ast.NodeTransformer):
             for part in ast.walk(statement):
                 ast.copy_location(part, node)
                 if hasattr(part, "end_lineno"):
-                    part.end_lineno = node.lineno
+                    part.end_lineno, part.end_col_offset = node.lineno, node.col_offset
         return statements
 
     def assign(self, node: ast.stmt, target: ast.expr, value: ast.expr, helper: str) -> ast.Assign:

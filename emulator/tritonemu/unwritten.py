@@ -63,7 +63,7 @@ class Fresh:
     def written(self, itemsize: int) -> torch.Tensor:
         """Return an integer for each element of that size: -1 once all of it is written."""
         if not self._bytes:
-            self._bytes.append(zeros(self.num_bytes, np.int8))
+            self._bytes.append(zeros(max(self.num_bytes, 1), np.int8))  # no stride is 0
         whole = self.num_bytes // itemsize * itemsize
         return self._bytes[0][:whole].view(_INTEGERS[itemsize])
 

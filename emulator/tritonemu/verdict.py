@@ -182,7 +182,8 @@ def _launch(kernel: Any, grid: Any, *args: Any, **keywords: Any) -> Callable[[],
 def _bytes(outputs: Any) -> list[torch.Tensor]:
     """List the bytes of the tensors that a call returned."""
     tensors = tensors_of([*outputs] if isinstance(outputs, Sequence) else [outputs])
-    return [each.contiguous().reshape(-1).view(torch.uint8) for each in tensors]
+    copies = (each.clone(memory_format=torch.contiguous_format) for each in tensors)
+    return [each.reshape(-1).view(torch.uint8) for each in copies]
 
 
 def _orders(part: Search | Iterable[Order] | int | str) -> Iterator[Order]:
