@@ -23,8 +23,8 @@ from gdpa_kernels.hstu.layer import HSTULayer
 from gdpa_kernels.layers import common
 from gdpa_kernels.layers.gdpa import GDPASelfAttention
 from gdpa_kernels.layers.rotary import sin_cos_at
-from gdpa_kernels.serving import joined
 from gdpa_kernels.serving.cache import PagedCache
+from gdpa_kernels.serving.common import join_copies
 from gdpa_kernels.serving.pages import Pages, check_whole
 from gdpa_kernels.serving.scores import Candidates, candidate_sequences, score, score_gathered
 
@@ -114,7 +114,7 @@ def candidates(
     if timestamps is not None and layer.time_bias is not None:
         check_times("timestamps", timestamps, "time_bias")
         ends = whole.cu_seqlens, sequences.cu_seqlens
-        keys = joined.join_copies(cache.read_times(whole), timestamps.long(), *ends)
+        keys = join_copies(cache.read_times(whole), timestamps.long(), *ends)
         bias = layer.relative_bias(keys, timestamps)
     else:
         bias = layer.relative_bias(timestamps)

@@ -6,9 +6,9 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
-import card
 from _lib import rare_charts
 from gdpa_lab.report import charts
+from notebooks import card
 from tests.report.extents import crossing
 
 

@@ -78,7 +78,7 @@ def test_forty_numbers_of_a_right_book(book):
     ("file", "pattern"),
     [
         ("README.md", r"\d+\.\d+(?= ms \| \d)"),
-        ("README.md", r"\d+(?= TFLOP/s \|)"),
+        ("README.md", r"\d+(?= TFLOP/s, \d)"),
         ("README.md", r"\d+(?= % \|)"),
         ("README.md", r"\d+\.\d+(?= ms \| \d+\.\d+×)"),
         ("README.md", r"\d+\.\d+(?=× \|)"),
