@@ -37,9 +37,10 @@ class Config:
 
 
 def config_of(width: int, backward: bool) -> Config:
-    """About 16 elements of each tensor in a thread, 8 in backward; not tuned."""
+    """About 16 elements of each tensor in a thread, 8 in backward and of a head's rows, with which
+    sm_80 would spill; not tuned."""
     block = next_power_of_2(width)
-    per_thread = 8 if backward else 16
+    per_thread = 8 if backward or block <= 128 else 16
     num_warps = min(16, max(4, block // (32 * per_thread)))
     rows = max(1, 128 * per_thread // block)
     return Config(rows, num_warps, max(1, 16 // num_warps))

@@ -53,13 +53,19 @@ def gradients(function, inputs, grads):
 
 def against_fp64(names, function, definition, inputs, grads, context):
     """Twice the error of PyTorch in these dtypes, of every result and gradient."""
+    three = by_three(function, definition, inputs, grads, context)
+    within_budget(lambda _: three, names, most=1)
+
+
+def by_three(function, definition, inputs, grads, context):
+    """Results and gradients of the function, of the definition in fp64, and of PyTorch."""
     with context:
         actual = gradients(function, inputs, grads)
     wide = [x if x is None else x.double() for x in inputs]
     expected = gradients(definition, wide, grads)
     baseline = gradients(definition, inputs, grads)
-    within_budget(lambda _: (actual, expected, baseline), names, most=1)
     assert [x.dtype for x in actual] == [x.dtype for x in baseline]
+    return actual, expected, baseline
 
 
 ADD = partial(add_rms_norm, eps=EPS)
