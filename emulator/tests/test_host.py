@@ -1,5 +1,5 @@
-"""What lies between `kernel[grid](...)` and the first instruction: each row of the table in
-docs/limits.md."""
+"""Host side: what lies between `kernel[grid](...)` and the first instruction, each row of the table
+in docs/limits.md."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What one run tells of the mistakes of `newcomers`; docs/limits.md names those it misses."""
+"""Verdicts of one run on the mistakes of `newcomers`; docs/limits.md names those it misses."""
 
 from pathlib import Path
 

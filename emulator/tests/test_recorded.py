@@ -1,4 +1,4 @@
-"""What the parsers read in recorded output of two compilers, and in that of the installed one."""
+"""Parsers of recorded output of two compilers, and in that of the installed one."""
 
 from pathlib import Path
 

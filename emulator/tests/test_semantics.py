@@ -1,4 +1,4 @@
-"""What Triton leaves open: scopes of atomics, orders of reductions, lanes that store one value,
+"""Semantics that Triton leaves open: scopes of atomics, orders of reductions, lanes with one value,
 descriptors in global memory."""
 
 import pytest

@@ -28,7 +28,7 @@ CHECKS = ("bounds", "race", "descriptor", "shared", "barrier")
 
 @dataclass
 class BarrierUse:
-    """What an mbarrier did: of those of one name, in all CTAs, the most that one did.
+    """Use of an mbarrier: of those of one name, in all CTAs, the most that one did.
 
     count: the arrivals that a phase takes. phases: that were completed. arrivals: of each role, or
     engine. waits: by role and parity, how many passed; 0: none ever did. turns: whether a wait
@@ -49,7 +49,7 @@ class BarrierUse:
 
     @property
     def missing(self) -> str:
-        """What was not seen of its phases, "" after two, of which a wait passed for each parity."""
+        """Name what was not seen of its phases: "" after two, with a wait for each parity."""
         if self.phases < 2:
             return "one phase only" if self.phases else "no phase"
         parities = {parity for (_, parity), passed in self.waits.items() if passed}

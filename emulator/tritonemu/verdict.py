@@ -1,4 +1,4 @@
-"""What the emulator says of a call: one check, one verdict.
+"""Checks a call: one check, one verdict.
 
 verdict = check(kernel, (8,), x, y, n, BLOCK=128)
 print(verdict)
@@ -24,7 +24,7 @@ from .timeline import Timeline
 
 @dataclass
 class Verdict:
-    """What is said of a call.
+    """Findings in a call, and what was judged.
 
     findings: the one that ended it, or none. reports: of the launches under its first schedule, or
     under that of the finding. covered: as `Search.as_json`, without "exhausted" if the search did
@@ -49,27 +49,27 @@ class Verdict:
 
     @property
     def unjudged(self) -> dict[tuple[str, int, str], int]:
-        """How often each (file, line, question) could not be judged."""
+        """Count how often each (file, line, question) could not be judged."""
         return dict(messages.unjudged(self.reports))
 
     @property
     def allowed(self) -> dict[tuple[str, str, int, str], int]:
-        """How often a comment allowed each (kind, file, line, reason)."""
+        """Count how often a comment allowed each (kind, file, line, reason)."""
         return dict(messages.allowed(self.reports))
 
     @property
     def notes(self) -> list[str]:
-        """What may be meant so."""
+        """List remarks on what may be intended."""
         return messages.notes(self.reports)
 
     @property
     def barriers(self) -> dict[tuple[str, str], BarrierUse]:
-        """What each mbarrier did, by kernel and name: the most of all launches."""
+        """Use of each mbarrier, by kernel and name: the most of all launches."""
         return messages.barriers(self.reports)
 
     @property
     def unwrapped(self) -> dict[tuple[str, str], str]:
-        """What was not seen of the phases of mbarriers, by kernel and name."""
+        """Phases of mbarriers that were not seen, by kernel and name."""
         return messages.unwrapped(self.barriers)
 
     @property

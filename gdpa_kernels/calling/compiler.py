@@ -14,6 +14,8 @@ import warnings
 from pathlib import Path
 from types import ModuleType
 
+from gdpa_kernels.calling import private
+
 FBTRITON = "fbtriton==3.7.4"
 _CALLED = re.compile(r"\bbuilder\.((?:create|make)_\w+)\(")
 
@@ -81,7 +83,7 @@ def tlx_problem() -> str | None:
     """What is wrong with TLX, or None."""
     try:
         tlx = importlib.import_module("triton.language.extra.tlx")
-        builder = importlib.import_module("triton._C.libtriton").ir.builder
+        builder = private.triton_builder()
     except Exception as error:
         return f"TLX, which fbtriton has, cannot be imported ({text_of(error)})"
     called: set[str] = set()

@@ -1,5 +1,5 @@
-"""Names that PyTorch does not document, each with what it is used for; no other file of the library
-has any."""
+"""Names that PyTorch and Triton do not document, each with what it is used for; no other file of
+the library has any."""
 
 from __future__ import annotations
 
@@ -44,6 +44,13 @@ def are_fake(*tensors: torch.Tensor) -> bool:
 def has_tangents() -> bool:
     """True while forward-mode differentiation is active."""
     return torch.autograd.forward_ad._current_level >= 0
+
+
+def triton_builder() -> type:
+    """The class in Triton's library whose methods a compiler's front end calls."""
+    from triton._C.libtriton import ir
+
+    return ir.builder
 
 
 class Constants(torch.nn.Module):

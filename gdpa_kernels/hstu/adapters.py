@@ -80,9 +80,14 @@ def delta_hstu_mha(
     **options: object,
 ) -> torch.Tensor:
     """generative-recommenders, ops/hstu_attention.py: the last rows of each sequence, as many of
-    all."""
+    all. Raises ValueError if delta_q has no such number of rows."""
     sequences = seq_offsets.shape[0] - 1
-    rows = delta_q.shape[0] // sequences
+    rows, rest = divmod(delta_q.shape[0], max(sequences, 1))
+    if rest or (rows and not sequences):
+        raise ValueError(
+            f"delta_q must have as many rows for each of {sequences} sequences, got "
+            f"{delta_q.shape[0]} rows"
+        )
     offsets = torch.arange(sequences + 1, dtype=torch.int32, device=k.device) * rows
     mask = Mask(
         causal="lower_right", window=max_attn_len or None,

@@ -28,7 +28,7 @@ CAUSAL = Mask(causal=True)
 
 @dataclass(frozen=True)
 class Form:
-    """What the code bases do differently.
+    """Differences between the code bases.
 
     Args:
         silu: SiLU of "u" alone, of all four ("uvqk"), or of "none".
@@ -174,7 +174,7 @@ class HSTULayer(BiasTables):
 
     @property
     def scale(self) -> float:
-        """What the scores are multiplied by."""
+        """Factor of the scores."""
         scale = self.options.scale
         return self.attention_dim**-0.5 if scale is None else scale
 

@@ -90,8 +90,9 @@ def load_weights(
     named = {n.removeprefix(prefix): x for n, x in theirs.items() if n.startswith(prefix)}
     missing = weights.keys() - {e.ours for e in entries if e.theirs in named}
     if missing:
-        raise KeyError(f"{kind} weights must have all of the layer's, got none for {missing}")
-    columns = _columns(layer, kind)
+        names = ", ".join(sorted(missing))
+        raise KeyError(f"{kind} weights must have all of the layer's, got none for {names}")
+    columns, copies = _columns(layer, kind), []
     for entry in entries:
         x, weight = named.pop(entry.theirs), weights[entry.ours]
         x = x.T if entry.transposed else x
@@ -100,7 +101,9 @@ def load_weights(
                 f"{entry.theirs} must have the shape of {entry.ours}, {list(weight.shape)}"
                 f"{', transposed' if entry.transposed else ''}, got {list(x.shape)}"
             )
-        weight.copy_(x[columns.to(x.device)] if entry.uvqk else x)
+        copies.append((weight, x[columns.to(x.device)] if entry.uvqk else x))
+    for weight, x in copies:  # at last: a layer has all of them or none
+        weight.copy_(x)
     return [*named]
 
 

@@ -1,4 +1,4 @@
-"""What the norms share: checks of arguments, when kernels take a call, and `Form`."""
+"""Parts that the norms share: checks of arguments, when kernels take a call, and `Form`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gdpa_kernels.calling.rung import capability
 
 
 class Form(NamedTuple):
-    """What `norm_mul` computes.
+    """Options of `norm_mul`.
 
     u, a, n: whether that part stands before un, which always does. heads: norms of a row;
     weights_of_heads: their weights are `[heads]`, not `[width]`. eps: added to the variance.

@@ -41,7 +41,7 @@ chapter = Chapter("operator/workloads", mode=mode, device=device, data_dir=data_
 # | name: fig-workload-laws
 # | caption: >
 # |   **Most real histories fill little of a padded batch.** Lengths of six workloads, longest
-# |   sequence first, up to N, the padded length. The share that is tokens is the fill.
+# |   sequence first, up to N, the padded length. Blue is tokens; its share is the fill.
 # | alt: >
 # |   Six panels. The full batch has no padding. The uniform one is a triangle. The two MovieLens
 # |   panels and KuaiRand-Pure are thin spikes at the left edge that fall off quickly. KuaiRand-1K

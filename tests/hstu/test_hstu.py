@@ -80,9 +80,11 @@ def test_weights_come_back_as_they_were(kind):
     assert all(torch.equal(back[n.removeprefix("layers.1.")], x) for n, x in theirs.items())
     with pytest.raises(KeyError, match=f"{kind} weights must have all of the layer's, got none"):
         load_weights(layer, kind, theirs)
-    wide = {n: torch.cat((x, x)) for n, x in theirs.items()}
+    *others, last = theirs
+    wrong = {n: x + 1 for n, x in theirs.items()} | {last: torch.cat((theirs[last],) * 2)}
     with pytest.raises(ValueError, match="must have the shape of"):
-        load_weights(layer, kind, wide, "layers.1.")
+        load_weights(layer, kind, wrong, "layers.1.")
+    assert others and all(map(torch.equal, back.values(), save_weights(layer, kind).values()))
 
 
 def test_columns_by_head_and_in_blocks_are_one_model():
@@ -170,6 +172,9 @@ def test_the_functions_are_gdpa():
     delta = torch.cat((q[3:5], q[10:12]))
     found = adapters.delta_hstu_mha(9, 0.3, delta, k, v, two, some, 3, 1)
     torch.testing.assert_close(found, last, rtol=0, atol=1e-14)
+    assert adapters.delta_hstu_mha(9, 0.3, q[:0], k[:0], v[:0], ends[:1]).shape == v[:0].shape
+    with pytest.raises(ValueError, match="delta_q must have as many rows for each of 2 sequences"):
+        adapters.delta_hstu_mha(9, 0.3, q[:3], k, v, two)
     scale = torch.rand(len(q), dtype=FP64)
     found = adapters.hstu_mha(9, 0.3, q, k, v, ends, attn_scale=scale)
     causal = gdpa(q, k, v, ends, ends, 9, 9, causal=True, **options)
