@@ -1,12 +1,10 @@
-"""The trace as data, as a figure and as a page, from a two-stage pipeline written by hand."""
+"""The timeline as data, as a figure and as a page, from a two-stage pipeline written by hand."""
 
 import json
 import math
 import re
 import shutil
 import xml.etree.ElementTree as ET
-from collections import Counter
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -224,46 +222,6 @@ def test_svg_is_the_same_every_time_self_contained_and_small():
     assert svg == pipeline().svg()
     assert re.findall(r"https?://[^\"]+", svg) == ["http://www.w3.org/2000/svg"]
     assert len(list(ET.fromstring(pipeline(blocks=40).svg()).iter())) < 45 * 40
-
-
-# The trace of Chrome.
-
-
-def test_chrome_trace_round_trip(tmp_path):
-    timeline = pipeline()
-    path = timeline.save_chrome_trace(tmp_path / "trace.json")
-    trace = json.loads(path.read_text(encoding="utf-8"))
-    assert trace == timeline.chrome_trace()
-    kinds = Counter(event["ph"] for event in trace["traceEvents"])
-    assert kinds["X"] == len(timeline.events)
-    assert kinds["s"] == kinds["f"] == len(timeline.arrows)
-    names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"]
-    assert names == ["load", "math[0]", "TMA", "TMA (2)", "tensor core"]
-    copy = next(e for e in trace["traceEvents"] if e.get("cat") == "copy")
-    assert (copy["ts"], copy["dur"], copy["args"]["bytes"]) == (60, 460, BYTES)
-
-
-def test_chrome_slices_nest_and_flows_lie_in_slices():
-    trace = pipeline().chrome_trace()["traceEvents"]
-    threads = {}
-    for event in trace:
-        if event["ph"] == "X" and event["dur"] > 0:
-            span = (event["ts"], event["ts"] + event["dur"])
-            threads.setdefault((event["pid"], event["tid"]), []).append(span)
-    for spans in threads.values():
-        assert all(a[1] <= b[0] for a, b in pairwise(sorted(spans)))
-    for event in trace:
-        if event["ph"] in "sf":
-            spans = threads[event["pid"], event["tid"]]
-            assert any(start <= event["ts"] < end for start, end in spans)
-
-
-def test_chrome_trace_has_a_process_per_cta():
-    timeline = pipeline(blocks=2)
-    timeline.events += [replace(event, cta=1) for event in timeline.events]
-    trace = timeline.chrome_trace()["traceEvents"]
-    named = {e["pid"]: e["args"]["name"] for e in trace if e["name"] == "process_name"}
-    assert named == {0: "CTA 0", 1: "CTA 1"}
 
 
 # States for the page.

@@ -5,8 +5,8 @@ Also `python -m tritonemu FILE.py:FUNCTION`, which calls one function without ar
 kernel that is launched as `kernel[grid](...)` runs under the modelled schedule and those of a
 `--search` (see `search`), or under one named by `--schedule`, as findings name it; the program is
 run once for each, and prints the first time. There seems to be a GPU (`--arch`, `--no-fake-gpu`),
-whose tensors lie on the CPU. `--svg`, `--html` and `--trace` keep a timeline: of the launch with
-the finding, or else of the first. `--json` writes what was found and what was covered (its
+whose tensors lie on the CPU. `--svg` and `--html` keep a timeline: of the launch with the finding, or
+else of the first. `--json` writes what was found and what was covered (its
 fields: docs/api.md). Options stand before FILE.py; what follows it belongs to the program.
 `[tool.tritonemu]` of pyproject.toml sets options for a project.
 
@@ -180,8 +180,6 @@ def _draw(options: argparse.Namespace, report: Report, error: EmulatorError | No
     if timeline is None or not timeline.events:
         print("tritonemu: nothing is drawn of a launch that did nothing", file=sys.stderr)
         return
-    if options.trace:
-        timeline.save_chrome_trace(options.trace)
     if options.svg:
         Path(options.svg).write_text(timeline.finding(), encoding="utf-8")
     if options.html:
@@ -289,7 +287,6 @@ def _parser() -> _Parser:
     add("--json", metavar="FILE", help="write what was found, for machines")
     add("--sarif", metavar="FILE", help="write what was found, for code hosts")
     add("--html", metavar="FILE", help="write a page that steps through a launch")
-    add("--trace", metavar="FILE", help="write a Chrome trace of the first launch")
     add("--svg", metavar="FILE", help="draw the finding, or the first CTA of the first launch")
     add("--allow-uninitialized", action="store_true", help="reads of unwritten memory yield NaN")
     warps = "warps of a program need no barrier of their own"
@@ -343,7 +340,7 @@ def _run_each(arguments: list[str]) -> int | None:
     if not options.each:
         return None
     programs = [options.target, *options.arguments]
-    if drawn := [f"--{name}" for name in ("html", "trace", "svg") if getattr(options, name)]:
+    if drawn := [f"--{name}" for name in ("html", "svg") if getattr(options, name)]:
         parser.error(f"--each takes no {drawn[0]}, which draws one program")
     try:
         for program in programs:
@@ -393,7 +390,7 @@ class _NotChecked(Exception):
 
 def _check(options: argparse.Namespace, is_clean: Callable[[str], bool]) -> int:
     """Run the program under each schedule but those known to be clean; return the exit status."""
-    draws = bool(options.trace or options.svg or options.html)
+    draws = bool(options.svg or options.html)
     search = Search(options.search, options.schedules, options.depth, only=options.schedule)
     order = ""
 

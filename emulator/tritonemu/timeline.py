@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .drawing import Arrow, Event, Mark, box_at, draw, placed
+from .drawing import Arrow, Event, Mark, draw
 
 ENGINES = ("TMA", "tensor core")
 """Lanes that are no role, drawn below the roles in this order."""
@@ -44,51 +44,6 @@ class Timeline:
         names = dict.fromkeys(e.lane for e in (*self.events, *self.marks) if e.cta == cta)
         roles = [lane for lane in names if lane not in ENGINES]
         return roles + [lane for lane in ENGINES if lane in names]
-
-    def chrome_trace(self) -> dict[str, Any]:
-        """Convert to a trace for chrome://tracing or Perfetto, one cycle shown as one microsecond.
-
-        A CTA is a process, a lane a thread; what overlaps in a lane goes to further threads, since
-        the boxes of one thread must nest.
-        """
-        out: list[dict[str, Any]] = []
-        for cta in sorted({event.cta for event in self.events}):
-            out.append(_metadata("process_name", cta, 0, name=f"CTA {cta}"))
-            threads: dict[tuple[str, int], int] = {}
-            slices = []
-            for lane in self.lanes(cta):
-                boxes = placed([e] for e in self.events if (e.cta, e.lane) == (cta, lane))
-                for row in range(1 + max(box.row for box in boxes)):
-                    tid = threads[lane, row] = len(threads) + 1
-                    name = lane if row == 0 else f"{lane} ({row + 1})"
-                    out.append(_metadata("thread_name", cta, tid, name=name))
-                    out.append(_metadata("thread_sort_index", cta, tid, sort_index=tid))
-                slices += boxes
-            for box in slices:
-                (event,) = box.events
-                shown = ("line", "target", "phase", "pending", "bytes")
-                args = {name: getattr(event, name) for name in shown}
-                ids = {"pid": cta, "tid": threads[event.lane, box.row]}
-                span = {"ts": event.start, "dur": event.end - event.start, "args": args}
-                out.append({"ph": "X", "name": event.name, "cat": event.kind, **ids, **span})
-            for arrow in (arrow for arrow in self.arrows if arrow.cta == cta):
-                shared = {"name": arrow.barrier, "cat": "barrier", "pid": cta, "id": len(out)}
-                shared["args"] = {"phase": arrow.phase}
-                ends = ("s", arrow.source, arrow.left), ("f", arrow.target, arrow.right)
-                for ph, lane, time in ends:
-                    box = box_at(slices, lane, time)
-                    if box is not None:  # a flow binds to the slice around it, its end excluded
-                        time = min(time, max(box.start, box.end - 1e-3))
-                    tid = threads.get((lane, box.row if box else 0), 0)
-                    bind = {"bp": "e"} if ph == "f" else {}
-                    out.append({"ph": ph, **shared, "tid": tid, "ts": time, **bind})
-        about = {"clock": "modelled cycles", "file": Path(self.file).name}
-        return {"traceEvents": out, "otherData": about}
-
-    def save_chrome_trace(self, path: str | Path) -> Path:
-        path = Path(path)
-        path.write_text(json.dumps(self.chrome_trace()) + "\n", encoding="utf-8")
-        return path
 
     def svg(
         self,
@@ -161,10 +116,6 @@ class Timeline:
         here = [replace(m, lane=lane(m.cta, m.lane) if m.cta in ctas else "") for m in marks]
         span = {"name": name, "missing": self.missing, "left": left, "right": right}
         return draw(shown, arrows, lanes, here, **span, width=width)
-
-
-def _metadata(kind: str, pid: int, tid: int, /, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 
 def barrier_states(events: list[Event]) -> dict[str, list[tuple[float, int, int, int]]]:
