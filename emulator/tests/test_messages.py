@@ -114,7 +114,7 @@ def script(tmp_path):
 
 
 @pytest.mark.tlx
-@pytest.mark.parametrize("search", ("random", "pct", "exhaustive"))
+@pytest.mark.parametrize("search", ("random", "exhaustive"))
 def test_a_finding_of_a_search(script, tmp_path, capsys, search):
     files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "html", "svg")}
     arguments = [f"--{kind}={path}" for kind, path in files.items()]

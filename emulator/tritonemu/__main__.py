@@ -5,10 +5,10 @@ Also `python -m tritonemu FILE.py:FUNCTION`, which calls one function without ar
 kernel that is launched as `kernel[grid](...)` runs under the modelled schedule and those of a
 `--search` (see `search`), or under one named by `--schedule`, as findings name it; the program is
 run once for each, and prints the first time. There seems to be a GPU (`--arch`, `--no-fake-gpu`),
-whose tensors lie on the CPU. `--svg` and `--html` keep a timeline: of the launch with the finding, or
-else of the first. `--json` writes what was found and what was covered (its
-fields: docs/api.md). Options stand before FILE.py; what follows it belongs to the program.
-`[tool.tritonemu]` of pyproject.toml sets options for a project.
+whose tensors lie on the CPU. `--svg` and `--html` keep a timeline: of the launch with the finding,
+or else of the first. `--json` writes what was found and what was covered (its fields: docs/api.md).
+Options stand before FILE.py; what follows it belongs to the program. `[tool.tritonemu]` of
+pyproject.toml sets options for a project.
 
 The exit status is 0 if nothing was found, 1 after a finding (also if the program itself fails under
 some schedule, and not under the modelled one), 2 for a wrong command line, 3 if the program could
@@ -29,7 +29,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -43,7 +42,7 @@ from .execution import BOUNDS
 from .gpu import ARCHITECTURES, BENCHMARKS, FAKE_MULTIPROCESSORS
 from .launch_hooks import current_reports
 from .messages import page, painted, remarks
-from .orders import Order, order_of
+from .orders import order_of
 from .sarif import as_sarif
 from .search import KINDS, Search
 from .undefined import MODES
@@ -211,17 +210,6 @@ def _command(options: argparse.Namespace, schedule: str) -> str:
     return shlex.join([*command, "--schedule", schedule, options.target, *options.arguments])
 
 
-def _scouts(options: argparse.Namespace) -> dict[str, Callable[[], int]]:
-    """Build, with `--jobs`, what tries the random schedules, by schedule."""
-    if not options.jobs or options.schedule or options.search != "random":
-        return {}
-    scouts = argparse.Namespace(**vars(options) | {"compile": False})
-    limit = ["--timeout", str(options.timeout)] if options.timeout else []
-    names = [str(order) for order in Search("random", options.schedules)][1:]
-    commands = {name: [*limit, *shlex.split(_command(scouts, name))[3:]] for name in names}
-    return {name: partial(main, command) for name, command in commands.items()}
-
-
 def _place(frames: list[tuple[FrameType, int]]) -> str:
     """Return file and line of the innermost frame, outermost first, that is the program's."""
     locations = [(frame.f_code.co_filename, line) for frame, line in frames]
@@ -270,11 +258,9 @@ def _parser() -> _Parser:
     add("--each", action="store_true", help=many)
     add("--arch", choices=ARCHITECTURES, default="sm_90")
     add("--search", choices=KINDS, default="random", help="(default random)")
-    several = "to search (default 4 random, 50 pct, at most 1000 exhaustive)"
+    several = "to search (default 4 random, at most 1000 exhaustive)"
     add("--schedules", **number, help=several)
-    add("--depth", type=_positive, default=3, help="of --search pct (default 3)")
     add("--schedule", type=_schedule, metavar="NAME", help="this one only")
-    add("--jobs", **number, help="try random schedules in N processes beside this one")
     there = "let there seem to be a GPU (default), or leave torch.cuda as it is"
     add("--fake-gpu", action=argparse.BooleanOptionalAction, default=True, help=there)
     few = f"of that GPU, for persistent programs (default {FAKE_MULTIPROCESSORS})"
@@ -371,12 +357,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.fake_gpu:
         how = {"multiprocessors": options.multiprocessors, "benchmarks": options.benchmarks}
         device = fake_gpu(options.arch, **how)
-    ahead = processes.ahead(_scouts(options), options.jobs or 1)
-    with ahead as is_clean, device, _as_program(options.path, options.arguments), flags(COMMAND):
+    with device, _as_program(options.path, options.arguments), flags(COMMAND):
         if options.timeout:
             _end_after(options.timeout, options.json)
         try:
-            return _check(options, is_clean)
+            return _check(options)
         except argparse.ArgumentTypeError as error:
             _parser().error(str(error))
         finally:
@@ -388,18 +373,10 @@ class _NotChecked(Exception):
     """The program fails by itself, under the modelled schedule."""
 
 
-def _check(options: argparse.Namespace, is_clean: Callable[[str], bool]) -> int:
-    """Run the program under each schedule but those known to be clean; return the exit status."""
+def _check(options: argparse.Namespace) -> int:
+    """Run the program under each schedule; return the exit status."""
     draws = bool(options.svg or options.html)
-    search = Search(options.search, options.schedules, options.depth, only=options.schedule)
-    order = ""
-
-    def orders() -> Iterator[Order]:
-        nonlocal order
-        for each in search:
-            order = str(each)
-            if not is_clean(order):
-                yield each
+    search = Search(options.search, options.schedules, only=options.schedule)
 
     def program() -> None:
         quiet = contextlib.redirect_stdout(io.StringIO()) if search.tried > 1 else None
@@ -409,7 +386,7 @@ def _check(options: argparse.Namespace, is_clean: Callable[[str], bool]) -> int:
         if not failed and not reports:
             failed = f"{options.target} launched no kernel"
         if failed and not reports.findings:
-            if order == "modelled":
+            if search.order.modelled:
                 raise _NotChecked(failed)
             message = f"the program fails under this schedule:\n{failed}"
             report = reports[0] if reports else Report(options.arch)
@@ -419,11 +396,11 @@ def _check(options: argparse.Namespace, is_clean: Callable[[str], bool]) -> int:
     judged["uninitialized"] = "allow" if options.allow_uninitialized else "error"
     judged["unguarded"] = "allow" if options.allow_unguarded else "error"
     try:
-        verdict = check(program, search=[orders()], trace=draws, **judged)
+        verdict = check(program, search=search, trace=draws, **judged)
     except _NotChecked as failed:
-        print(f"{failed}\n  {_command(options, order)}", file=sys.stderr)
+        print(f"{failed}\n  {_command(options, str(search.order))}", file=sys.stderr)
         return UNCHECKED
-    verdict.covered, error = search.as_json(), verdict.finding
+    error = verdict.finding
     replay = _command(options, error.schedule) if error else ""
     report = error.report if error else verdict.reports[0]
     if error:

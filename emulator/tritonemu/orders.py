@@ -7,7 +7,6 @@ copies are a queue of their own. An order is repeated by `run(schedule=...)` wit
 |--------------------|-------|
 | `modelled`         | what is due first in modelled time |
 | `7`                | random, of this seed |
-| `pct:7:3:450`      | by random priorities: seed 7, depth 3, 450 steps (see `Priorities`) |
 | `choices:0.12=1`   | the least recently chosen, but at choice 12 of group 0 thread 1 |
 
 What one order decides for a launch it decides for each group of clusters that run together.
@@ -22,26 +21,16 @@ LATENESS = 32
 
 
 class Order:
-    """Chooses among threads; this one by modelled time, for which the scheduler knows all.
-
-    steps, threads: the most choices made, and threads met, in one group of clusters.
-    """
+    """Chooses among threads; this one by modelled time, for which the scheduler knows all."""
 
     name = "modelled"
     modelled = True
 
-    def __init__(self) -> None:
-        self.groups = self.steps = self.threads = self.step = self.met = 0
-
     def begin(self) -> None:
         """Begin a group of clusters, before they start."""
-        self.groups += 1
-        self.step = self.met = 0
 
     def enter(self, thread: Any, alone: bool = False) -> None:
         """Register a new thread; `alone`: it is a single operation."""
-        self.met += 1
-        self.threads = max(self.threads, self.met)
 
     def enables(self, thread: Any) -> None:
         """Record that the running thread makes another, which could not, take a step."""
@@ -50,11 +39,7 @@ class Order:
         """Record that the running thread, or `thread` next, does to `what` what others notice."""
 
     def choose(self, able: Sequence[Any]) -> Any:
-        self.step += 1
-        self.steps = max(self.steps, self.step)
-        return self.pick(able)
-
-    def pick(self, able: Sequence[Any]) -> Any:
+        """Choose who of those that can runs next."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -69,85 +54,34 @@ class Random(Order):
     modelled = False
 
     def __init__(self, seed: int):
-        super().__init__()
-        self.name = str(seed)
-        self._seed = seed
+        self.name, self._seed = str(seed), seed
 
     def begin(self) -> None:
-        super().begin()
         self._random, self._late = random.Random(self._seed), set()
 
     def enter(self, thread: Any, alone: bool = False) -> None:
-        super().enter(thread, alone)
         if alone and not self._random.randrange(LATE_COPIES):
             self._late.add(thread)
 
-    def pick(self, able: Sequence[Any]) -> Any:
+    def choose(self, able: Sequence[Any]) -> Any:
         prompt = [one for one in able if one not in self._late]
         if prompt and self._random.randrange(LATENESS):
             able = prompt
         return self._random.choice(able)
 
 
-class Priorities(Order):
-    """Probabilistic concurrency testing: Burckhardt et al., ASPLOS 2010.
-
-    Each thread gets a random priority, and the first of those that can run does. At depth - 1
-    random ones of the steps, the thread that would run falls below all others. With n threads and k
-    steps, a mistake that needs `depth` steps in a certain order shows with a probability of at
-    least 1 / (n k^(depth - 1)). A thread that was chosen PATIENCE times in a row while others could
-    run, which a loop that waits for memory does, falls too; the bound is for kernels without such.
-    """
-
-    modelled = False
-    PATIENCE = 200
-
-    def __init__(self, seed: int, depth: int = 3, steps: int = 0):
-        super().__init__()
-        self.name = f"pct:{seed}:{depth}:{steps}"
-        self._seed, self._depth, self._length = seed, depth, steps
-
-    def begin(self) -> None:
-        super().begin()
-        self._random = random.Random(f"{self._seed} {self.groups}")
-        self._priorities: dict[Any, float] = {}
-        changes = range(self._depth - 1 if self._length else 0)
-        self._changes = {self._random.randint(1, self._length): -1 - i for i in changes}
-        self._lowest, self._last, self._repeated = -float(self._depth), None, 0
-
-    def enter(self, thread: Any, alone: bool = False) -> None:
-        super().enter(thread, alone)
-        self._priorities[thread] = self._random.random()
-
-    def pick(self, able: Sequence[Any]) -> Any:
-        first = max(able, key=self._priorities.__getitem__)
-        if self.step in self._changes:
-            self._priorities[first] = self._changes[self.step]
-            first = max(able, key=self._priorities.__getitem__)
-        self._repeated = self._repeated + 1 if first is self._last else 0
-        if self._repeated > self.PATIENCE and len(able) > 1:
-            self._lowest -= 1
-            self._priorities[first], self._repeated = self._lowest, 0
-            first = max(able, key=self._priorities.__getitem__)
-        self._last = first
-        return first
-
-    def bound(self) -> float:
-        """Bound the probability from below, for the threads and steps met so far."""
-        return 1 / (max(1, self.threads) * max(1, self.steps) ** (self._depth - 1))
-
-
 class Choices(Order):
     """Order of the least recently chosen thread, except where `exceptions` names another.
 
     exceptions: (group, choice) -> number of the thread, in the order in which they became known.
+    taken: those that were not the usual one. groups: of clusters, that have begun. step: choices
+    made in the last.
     """
 
     modelled = False
 
     def __init__(self, exceptions: dict[tuple[int, int], int] | None = None):
-        super().__init__()
-        self._exceptions = exceptions or {}
+        self._exceptions, self.groups = exceptions or {}, 0
         self.taken: dict[tuple[int, int], int] = {}
 
     @property
@@ -156,15 +90,15 @@ class Choices(Order):
         return f"choices:{','.join(parts)}"
 
     def begin(self) -> None:
-        super().begin()
+        self.groups, self.step = self.groups + 1, 0
         self.numbers: dict[Any, int] = {}
         self._turns: dict[Any, int] = {}
 
     def enter(self, thread: Any, alone: bool = False) -> None:
-        super().enter(thread, alone)
         self.numbers[thread], self._turns[thread] = len(self.numbers), 0
 
-    def pick(self, able: Sequence[Any]) -> Any:
+    def choose(self, able: Sequence[Any]) -> Any:
+        self.step += 1
         usual = min(able, key=lambda each: (self._turns[each], self.numbers[each]))
         chosen = self.decide(able, usual)
         if chosen is not usual:
@@ -185,8 +119,6 @@ def order_of(schedule: "str | int | Order") -> Order:
     try:
         if kind == "modelled" and not rest:
             return Order()
-        if kind == "pct":
-            return Priorities(*map(int, rest.split(":")))
         if kind == "choices":
             exceptions = {}
             for part in filter(None, rest.split(",")):
@@ -198,7 +130,4 @@ def order_of(schedule: "str | int | Order") -> Order:
             return Random(int(schedule))
     except (TypeError, ValueError):
         pass
-    raise ValueError(
-        'schedule must be "modelled", a seed, "pct:SEED:DEPTH:STEPS" or "choices:...", got '
-        f"{schedule!r}"
-    )
+    raise ValueError(f'schedule must be "modelled", a seed or "choices:...", got {schedule!r}')

@@ -1,4 +1,4 @@
-"""Runs several programs, or schedules of one, each in a process of its own.
+"""Runs several programs, each in a process of its own.
 
 These are forks of one that has imported PyTorch and Triton, and has used neither: an import takes
 seconds, and a fork none.
@@ -7,13 +7,12 @@ seconds, and a fork none.
 import contextlib
 import json
 import os
-import signal
 import sys
 import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ _MEANINGS = {
 }
 
 
-def _fork(work: Callable[[], int], quiet: bool = False) -> int:
+def _fork(work: Callable[[], int]) -> int:
     """Start a process that ends with the status that the work returns; return its id."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -38,8 +37,7 @@ def _fork(work: Callable[[], int], quiet: bool = False) -> int:
         return process
     ended = 3
     try:
-        for number in (0, 1, 2) if quiet else (0,):
-            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         ended = work()
     except SystemExit as error:
         ended = error.code if isinstance(error.code, int) else 3
@@ -79,43 +77,3 @@ def summary(ran: Sequence[dict[str, Any]]) -> str:
     outcomes = ", ".join(f"{count} {how}" for how, count in counts.items())
     bad = [f"  {one['program']}: {ended(one)}" for one in ran if one["status"]]
     return "\n".join([f"{len(ran)} programs: {outcomes}", *bad])
-
-
-@contextlib.contextmanager
-def ahead(work: Mapping[str, Callable[[], int]], processes: int) -> Iterator[Callable[[str], bool]]:
-    """Do named work in the background, in at most `processes` at a time; yields a function that
-    waits for one and returns whether its status was 0. At the end no process is left."""
-    if not work:
-        yield lambda name: False
-        return
-    reading, writing = os.pipe()
-
-    def manage() -> int:
-        os.setpgid(0, 0)
-        alive: dict[int, str] = {}
-        for name in (*work, *[""] * processes):
-            if alive and (not name or len(alive) == processes):
-                process, status = os.wait()
-                os.write(writing, f"{alive.pop(process)} {status}\n".encode())
-            if name:
-                alive[_fork(work[name], quiet=True)] = name
-        return 0
-
-    manager, ended = _fork(manage), {}
-    with contextlib.suppress(OSError):  # whoever of the two comes first
-        os.setpgid(manager, manager)
-    os.close(writing)
-    with os.fdopen(reading) as statuses:
-
-        def is_clean(name: str) -> bool:
-            while name in work and name not in ended and (line := statuses.readline()):
-                which, _, status = line.rpartition(" ")
-                ended[which] = int(status)
-            return ended.get(name) == 0
-
-        try:
-            yield is_clean
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(manager, signal.SIGKILL)
-            os.waitpid(manager, 0)

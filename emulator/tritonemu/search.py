@@ -5,7 +5,7 @@
         run(kernel, grid, ..., schedule=order)
     print(search)
 
-The first order is always the modelled one. "random" and "pct" go on with `schedules` seeds.
+The first order is always the modelled one. "random" goes on with `schedules` seeds,
 "exhaustive" tries every interleaving, up to those that cannot differ, and stops after `schedules`.
 
 Exhaustive search is dynamic partial-order reduction: source sets and sleep sets (Abdulla et al.,
@@ -32,9 +32,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .orders import Choices, Order, Priorities, Random, order_of
+from .orders import Choices, Order, Random, order_of
 
-DEFAULTS = {"random": 4, "pct": 50, "exhaustive": 1000}
+DEFAULTS = {"random": 4, "exhaustive": 1000}
 KINDS = tuple(DEFAULTS)
 
 _Thread = tuple[int, int]
@@ -45,79 +45,54 @@ class Search:
     """Iterates over orders, each for one execution; str() says what was covered.
 
     kind: one of KINDS. schedules: orders beside the modelled one, as in DEFAULTS if not given; for
-    "exhaustive", the most of them. depth: of "pct" (see `orders.Priorities`). only: the name of an
-    order, tried instead of all others. tried: executions begun. exhausted: whether no other
-    interleaving is left. ValueError for other kinds and names.
+    "exhaustive", the most of them. only: the name of an order, tried instead of all others. tried:
+    executions begun. order: that of the last one. ValueError for other kinds and names.
     """
 
-    def __init__(
-        self,
-        kind: str = "random",
-        schedules: int | None = None,
-        depth: int = 3,
-        only: str | None = None,
-    ):
+    def __init__(self, kind: str = "random", schedules: int | None = None, only: str | None = None):
         if kind not in KINDS:
             raise ValueError(f"search must be one of {KINDS}, got {kind!r}")
-        schedules = DEFAULTS[kind] if schedules is None else schedules
-        if schedules < 0 or depth < 1:
-            raise ValueError(
-                f"schedules must be at least 0 and depth at least 1, got {schedules} and {depth}"
-            )
-        self.kind, self.schedules, self.depth = kind, schedules, depth
-        self.tried, self.exhausted = 0, False
-        self._order, self.only = Order() if only is None else order_of(only), only
-        self._tree = _Tree() if kind == "exhaustive" else None
+        self.kind, self.only = kind, only
+        self.schedules = DEFAULTS[kind] if schedules is None else schedules
+        if self.schedules < 0:
+            raise ValueError(f"schedules must be at least 0, got {schedules}")
+        self._first = "modelled" if only is None else only
+        self.tried, self.order = 0, order_of(self._first)
+        self._tree = _Tree()
 
     def __iter__(self) -> Iterator[Order]:
-        self.tried = 1
-        yield self._order
+        for tried, order in enumerate(self._orders(), 1):
+            self.tried, self.order = tried, order
+            yield order
+
+    def _orders(self) -> Iterator[Order]:
+        yield order_of(self._first)
         if self.only is not None:
             return
-        if self._tree is not None:
-            for order in self._tree.executions(self.schedules):
-                self.tried += 1
-                yield order
-            self.exhausted = self._tree.exhausted
-            return
-        steps = 0
-        for seed in range(self.schedules):
-            self.tried += 1
-            pct = self.kind == "pct"
-            self._order = Priorities(seed, self.depth, steps) if pct else Random(seed)
-            yield self._order
-            steps = max(steps, self._order.steps)
+        if self.kind == "exhaustive":
+            yield from self._tree.executions(self.schedules)
+        else:
+            yield from map(Random, range(self.schedules))
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no other interleaving is left."""
+        return self._tree.exhausted
 
     def as_json(self) -> dict[str, Any]:
         """Coverage, as docs/api.md lists it."""
-        out: dict[str, Any] = {"search": self.kind, "schedules": self.tried}
-        if self.only is not None:
-            return out | {"search": self.only}
-        if self._tree is not None:
-            tree = self._tree
-            out |= {"exhausted": self.exhausted, "classes": tree.classes, "redundant": tree.useless}
-        if isinstance(self._order, Priorities):
-            order = self._order
-            out |= {"depth": self.depth, "threads": order.threads, "steps": order.steps}
-            out["bound"] = order.bound()
+        out: dict[str, Any] = {"search": self.only or self.kind, "schedules": self.tried}
+        if self.only is None and self.kind == "exhaustive":
+            classes, redundant = self._tree.classes, self._tree.useless
+            out |= {"exhausted": self.exhausted, "classes": classes, "redundant": redundant}
         return out
 
     def __str__(self) -> str:
-        coverage = self.as_json()
         if self.only is not None:
             return f"schedule {self.only}"
         if self.kind == "random":
             return f"the modelled and {self.tried - 1} random schedules"
-        if self.kind == "pct":
-            if "bound" not in coverage:
-                return "the modelled schedule"
-            n, k, d = coverage["threads"], coverage["steps"], self.depth
-            return (
-                f"the modelled and {self.tried - 1} PCT schedules; each finds a mistake of depth "
-                f"{d} with a probability of at least 1/({n} threads x {k}^{d - 1} steps) = "
-                f"{coverage['bound']:.1e}"
-            )
-        number = coverage["classes"]
+        number = self._tree.classes
         classes = f"{number} {'class' if number == 1 else 'classes'} of interleavings"
         if self.exhausted:
             return f"all interleavings: {classes}, in {self.tried} executions"

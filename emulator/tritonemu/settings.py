@@ -18,9 +18,9 @@ else:
     import tomli as tomllib
 
 OPTIONS = (
-    *("arch", "search", "schedules", "depth", "multiprocessors", "all-configs"),
+    *("arch", "search", "schedules", "multiprocessors", "all-configs"),
     *("allow-uninitialized", "allow-unguarded", "compile", "masked", "strict", "bounds"),
-    *("resident", "benchmarks", "jobs"),
+    *("resident", "benchmarks"),
 )
 
 

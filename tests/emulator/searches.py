@@ -1,9 +1,9 @@
 """Counts how often searches find: `python -m tests.emulator.searches [SUBJECT ...]`.
 
 First mistakes that show in some orders only (the kernels of `test_search`), each under 300 random
-and 300 PCT schedules of depth 2 and 3, and after how many executions exhaustive search finds them.
-Then mutants that are not harmless, of the pipelines named (see `test_mutants`): how many the
-modelled order finds, and on average one of four random and one of four PCT schedules.
+schedules, and after how many executions exhaustive search finds them. Then mutants that are not
+harmless, of the pipelines named (see `test_mutants`): how many the modelled order finds, and on
+average one of four random schedules.
 """
 
 import sys
@@ -14,7 +14,6 @@ from pathlib import Path
 from emulator.tests.test_search import outcome
 from tests.emulator import test_mutants
 from tritonemu import EmulatorError
-from tritonemu.orders import Priorities
 from tritonemu.search import Search, _Tree
 
 SEEDS = 300
@@ -22,31 +21,19 @@ MISTAKES = (("count", 2), ("locks", 1), ("named", 1), ("delay", 6), ("delay", 12
 
 
 def print_mistakes() -> None:
-    """Per kernel: finds of random and of PCT with its bound; exhaustive: first find, classes."""
-    print(
-        "| kernel | random | PCT, depth 2 | its bound | PCT, depth 3 | exhaustive | of the right |"
-    )
+    """Per kernel: finds of random orders; exhaustive: first find, classes."""
+    print("| kernel | random | exhaustive | of the right |")
     for name, turns in MISTAKES:
 
         def wrong(order, name=name, turns=turns):
             return not outcome(name, order, turns=turns)[1]
 
-        probe = Priorities(0, 2)
-        wrong(probe)
-        found = [sum(wrong(seed) for seed in range(SEEDS))]
-        for depth in (2, 3):
-            orders = (Priorities(seed, depth, probe.steps) for seed in range(SEEDS))
-            found.append(sum(map(wrong, orders)))
+        share = sum(map(wrong, range(SEEDS))) / SEEDS
         first = next(i for i, order in enumerate(_Tree().executions(3000), 1) if wrong(order))
         search = Search("exhaustive", 3000)
         for order in search:
             outcome(name, order, True, turns)
-        shares = [f"{count / SEEDS:.1%}" for count in found]
-        print(
-            f"| {name} {turns} | {shares[0]} | {shares[1]} | {probe.bound():.1%} | {shares[2]} "
-            f"| execution {first} | {search} |",
-            flush=True,
-        )
+        print(f"| {name} {turns} | {share:.1%} | execution {first} | {search} |", flush=True)
 
 
 def _finds(launches, module, schedule) -> bool:
@@ -75,13 +62,12 @@ def print_mutants(name: str) -> None:
             found["modelled"] += _finds(launches, module, "modelled")
             for seed in range(4):
                 found["random"] += _finds(launches, module, seed)
-                found["pct"] += _finds(launches, module, f"pct:{seed}:3:400")
-    shares = found["modelled"], found["random"] / 4, found["pct"] / 4
+    shares = found["modelled"], found["random"] / 4
     print(f"| {name} | {len(tested)} | {' | '.join(f'{s:g}' for s in shares)} |", flush=True)
 
 
 if __name__ == "__main__":
     print_mistakes()
-    print("| pipeline | mutants | modelled | random, one | PCT, one |")
+    print("| pipeline | mutants | modelled | random, one |")
     for subject in sys.argv[1:]:
         print_mutants(subject)
