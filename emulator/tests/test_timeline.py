@@ -1,7 +1,6 @@
 """The timeline as data, as a figure and as a page, from a two-stage pipeline written by hand."""
 
 import json
-import math
 import re
 import shutil
 import xml.etree.ElementTree as ET
@@ -9,7 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from tritonemu.timeline import Arrow, Event, Timeline, barrier_states, buffer_states, interactive
+from tritonemu.stepper import barrier_states, buffer_states, interactive
+from tritonemu.timeline import Arrow, Event, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 SOURCE = '''"""A module."""
@@ -231,7 +231,7 @@ def test_barrier_states_count_phases_arrivals_and_bytes():
     states = barrier_states(pipeline().events)
     assert list(states) == ["k_empty[0]", "k_empty[1]", "k_full[0]", "k_full[1]"]
     assert states["k_full[0]"][:4] == [
-        (-math.inf, 0, 1, 0),
+        (None, 0, 1, 0),
         (20, 0, 0, BYTES),
         (520, 1, 1, 0),
         (840, 1, 0, BYTES),
@@ -241,7 +241,7 @@ def test_barrier_states_count_phases_arrivals_and_bytes():
 
 def test_an_incomplete_phase_stays():
     arrive = Event(0, "math[0]", "arrive", "arrive k_empty[0]", 5, 5, 1, "k_empty[0]", 0, 1)
-    assert barrier_states([arrive]) == {"k_empty[0]": [(-math.inf, 0, 2, 0), (5, 0, 1, 0)]}
+    assert barrier_states([arrive]) == {"k_empty[0]": [(None, 0, 2, 0), (5, 0, 1, 0)]}
 
 
 def test_buffer_states_of_the_correct_pipeline():
@@ -249,7 +249,7 @@ def test_buffer_states_of_the_correct_pipeline():
     states = buffer_states(events, barrier_states(events))
     assert list(states) == ["k[0]", "k[1]"]
     assert states["k[0]"][:6] == [
-        (-math.inf, "empty", ""),
+        (None, "empty", ""),
         (60, "filling", "TMA"),
         (520, "full", ""),
         (530, "being read", "tensor core"),
@@ -278,7 +278,7 @@ def test_a_buffer_filled_before_its_release():
 
 def test_the_operands_of_a_product_are_read():
     states = buffer_states([Event(0, "tensor core", "mma", "", 1, 2, 1, "registers @ v[1]")], {})
-    assert states == {"v[1]": [(-math.inf, "empty", ""), (1, "being read", "tensor core"),
+    assert states == {"v[1]": [(None, "empty", ""), (1, "being read", "tensor core"),
                                (2, "empty", "")]}  # fmt: skip
 
 

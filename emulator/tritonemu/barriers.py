@@ -33,7 +33,6 @@ from functools import cached_property
 from typing import Any
 
 from .clocks import Clock
-from .drawing import Mark, Spot
 from .errors import (
     AliasedWait,
     BarrierMisuse,
@@ -45,6 +44,7 @@ from .errors import (
 )
 from .launch import BarrierUse
 from .scheduler import Role, Scheduler
+from .timeline import Mark, Spot
 
 NUM_NAMED_BARRIERS = 16
 

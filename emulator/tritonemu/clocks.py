@@ -19,8 +19,8 @@ stands for it.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .drawing import Mark, Spot
 from .errors import Location
+from .timeline import Mark, Spot
 
 
 @dataclass(eq=False, slots=True)

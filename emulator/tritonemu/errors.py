@@ -108,7 +108,7 @@ class EmulatorError(Exception):
     location: the same, a `TracedLocation` if the call chain is known. role: the role that
     failed, with its CTA; empty outside of roles. report: what the launch had done by then, with
     its timeline if it was traced. schedule: the order that shows it, for `run(schedule=...)`.
-    marks: `drawing.Mark`s of it, the earlier of two accesses first. missing: what there should
+    marks: `timeline.Mark`s of it, the earlier of two accesses first. missing: what there should
     be between those two. related: what else has to do with it, and where, such as the other
     arrivals of a phase. barriers: those that it is about, or that might have ordered two
     accesses: name, where it was made, and the arrivals of a phase. accesses: the two, or the one,

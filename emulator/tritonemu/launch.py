@@ -9,11 +9,10 @@ from itertools import product
 from typing import Any
 
 from .clocks import Clock
-from .drawing import Mark
 from .engines import NAMES as ENGINES
 from .engines import Engine
 from .errors import EarlyExit, EmulatorError, Location, ResourceLimit, current_location
-from .timeline import Timeline
+from .timeline import Mark, Timeline
 
 SHARED_BYTES = 232448
 TENSOR_COLUMNS = 512

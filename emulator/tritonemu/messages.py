@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import PYTEST, EmulatorError, Location, flags_begin, pytest_command
 from .launch import BarrierUse
-from .timeline import interactive
+from .stepper import interactive
 
 
 def _places(error: EmulatorError) -> list[tuple[str, Location]]:

@@ -24,12 +24,11 @@ from typing import Any, NamedTuple
 from greenlet import greenlet
 
 from .clocks import Access, Clock
-from .drawing import Mark, Spot
 from .engines import ISSUED_RESULTS, MUFU_RESULTS, SCHEDULERS
 from .errors import Deadlock, EmulatorError, Location, Ordering, Wait, current_location, line_in
 from .orders import Order
 from .tile import WORK
-from .timeline import Arrow, Event, Timeline
+from .timeline import Arrow, Event, Mark, Spot, Timeline
 
 REMEMBERED = 64  # waits and arrivals of a role, for findings, and loads
 COPY_LATENCY = 600

@@ -23,7 +23,7 @@ from gdpa_lab.report.charts import coloured, head, list_rows
 from gdpa_lab.report.roles import role_colour
 from gdpa_lab.report.style import GREY, INK, PAGE, SERIES, Figure, canvas, note
 from tritonemu import Timeline
-from tritonemu.drawing import KINDS
+from tritonemu.timeline import KINDS
 
 COLOURS = SERIES
 FAMILIES = {

@@ -33,7 +33,6 @@ from gdpa_kernels.gdpa.batch import Batch
 from gdpa_lab.measuring import compile_check, measure, record, system, testing, timing
 from gdpa_lab.measuring.inputs import Inputs, cu_seqlens
 from gdpa_lab.report import page
-from tritonemu.timeline import interactive
 
 if TYPE_CHECKING:
     from gdpa_lab.measuring.session import Session
@@ -450,6 +449,6 @@ def _write_steps(
     outcomes: dict[str, str],
 ) -> None:
     sources = {name: Path(of.file).read_text(encoding="utf-8") for name, of in timelines.items()}
-    text = interactive(dict(timelines), sources, title=title, outcomes=outcomes)
+    text = tritonemu.interactive(dict(timelines), sources, title=title, outcomes=outcomes)
     page.CSV_DIR.mkdir(parents=True, exist_ok=True)
     (page.CSV_DIR / file).write_text(text, encoding="utf-8")

@@ -5,7 +5,7 @@ import pandas as pd
 from _lib import drawings
 from gdpa_lab.measuring.roofline import Ceilings
 from tritonemu import Timeline
-from tritonemu.drawing import Event
+from tritonemu.timeline import Event
 
 
 def texts(axis) -> list[str]:

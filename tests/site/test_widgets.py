@@ -7,7 +7,8 @@ import pytest
 from _lib import studies
 from notebooks.measuring import _widgets
 from tests.site.conftest import ASSETS, PHONE, WIDE
-from tritonemu.timeline import Event, Timeline, interactive
+from tritonemu import interactive
+from tritonemu.timeline import Event, Timeline
 
 FITS = {"fast": (10.0, 1.0), "slow": (20.0, 4.0)}
 SIZES = {"fast": (128, 64), "slow": (64, 64)}
