@@ -39,7 +39,7 @@ def examine(path: str, programs: int, seconds: int, masked: str) -> None:
     import tritonemu
     from tritonemu import launch_hooks
     from tritonemu.launch import Launch, Report
-    from tritonemu.messages import remarks
+    from tritonemu.messages import Remarks
 
     class Sample(collections.deque):
         def extend(self, clusters: Any) -> None:
@@ -78,7 +78,9 @@ def examine(path: str, programs: int, seconds: int, masked: str) -> None:
         return Report(opened.arch)
 
     def answer(ended: str) -> NoReturn:
-        result = {"ended": ended, "kernels": messages, "remarks": remarks(reports)}
+        told = Remarks()
+        told.add(reports)
+        result = {"ended": ended, "kernels": messages, "remarks": told.lines()}
         print("\n" + MARK + json.dumps(result), flush=True)
         os._exit(0)
 

@@ -114,9 +114,11 @@ class Sample:
 
 def remarks(reports: Any) -> str:
     """Name the barriers that did not go through both parities."""
-    from tritonemu.messages import barriers, unwrapped, unwrapped_messages
+    from tritonemu.messages import Remarks, unwrapped_line
 
-    return "; ".join(unwrapped_messages(unwrapped(barriers(reports))))
+    told = Remarks()
+    told.add(reports)
+    return "; ".join(unwrapped_line(*key, what) for key, what in told.unwrapped.items())
 
 
 def report_unjudged(lines: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 import tritonemu
-from tritonemu.messages import as_json, explain
+from tritonemu.messages import explain, finding_as_json
 
 from .planted import MISTAKES, PIPELINES
 from .tutorials import cases
@@ -22,7 +22,7 @@ def _named(error: tritonemu.EmulatorError, file: str) -> tuple[set[int], set[int
     said = f"{error}\n{explain(error)}"
     places = {int(line) for line in re.findall(rf"{re.escape(file)}:(\d+)", said)}
     uses: set[int] = set()
-    for barrier in as_json(error)["barriers"]:
+    for barrier in finding_as_json(error)["barriers"]:
         assert f"{barrier['name']}: {barrier['count']} arrival" in said
         uses |= {*barrier["lines"]}
     return places, uses

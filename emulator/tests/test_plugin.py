@@ -158,29 +158,3 @@ def test_a_finding_names_the_command_that_repeats_it(pytester, monkeypatch):
     again = pytester.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
     again.assert_outcomes(failed=1)
     again.stdout.fnmatch_lines(["E*Race: *nothing orders the two*"])
-
-
-def test_benchmarks_of_tests(pytester):
-    pytester.makepyfile(test_bench=BENCHED)
-    options = ("-p", "tritonemu.pytest_plugin", "-p", "no:cacheprovider", "--fake-gpu", "-s")
-    result = pytester.runpytest_inprocess(*options)
-    result.stdout.fnmatch_lines(["*is skipped; --emulated-benchmarks once runs its smallest size"])
-    result.assert_outcomes(passed=3)
-    result = pytester.runpytest_inprocess(*options, "--emulated-benchmarks", "once")
-    result.assert_outcomes(failed=3)
-
-
-BENCHED = """
-import triton
-
-
-def test_bench():
-    size = {"x_names": ["n"], "x_vals": [4, 2], "line_arg": "p", "line_vals": [1]}
-    bench = triton.testing.Benchmark(**size, line_names=["1"], plot_name="", args={})
-
-    @triton.testing.perf_report(bench)
-    def fails(n, p):
-        assert n != 2
-
-    fails.run()
-"""

@@ -14,9 +14,10 @@ checks variables in loops and branches; `tile` has the arithmetic, `language`, `
 operations, `instructions` inline PTX. `memory` is global memory, `unwritten` its unwritten part,
 `undefined` the values of masked-off lanes, `buffers` shared and tensor memory. `clocks` tells what
 happens before what; `barriers`, `tasks` and `scheduler` decide who runs when; `spinning` finds
-loops that never end; `engines` are the units that roles share; `timeline` is the trace and its figure, `stepper` a page. `launch` is
-the state of a launch, `execution` runs it, `launch_hooks` takes over the launches of a program, and
-`compiled_kernel` is what they return. Needs torch, triton and greenlet, and no GPU.
+loops that never end; `engines` are the units that roles share; `timeline` is the trace and its
+figure, `stepper` a page of it. `launch` is the state of a launch, `execution` runs it,
+`launch_hooks` takes over the launches of a program, and `compiled_kernel` is what they return.
+Needs torch, triton and greenlet, and no GPU.
 """
 
 from .errors import (

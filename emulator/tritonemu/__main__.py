@@ -38,15 +38,12 @@ import triton
 
 from . import EmulatorError, Report, Unsupported, WrongResult, fake_gpu, gpu, processes, settings
 from .errors import COMMAND, flags
-from .execution import BOUNDS
-from .gpu import ARCHITECTURES, BENCHMARKS, FAKE_MULTIPROCESSORS
 from .launch_hooks import current_reports
-from .messages import page, painted, remarks
+from .messages import page, painted
 from .orders import order_of
 from .sarif import as_sarif
 from .search import KINDS, Search
-from .undefined import MODES
-from .verdict import check
+from .verdict import Verdict, check
 
 CLEAN, FOUND, USAGE, UNCHECKED, TIMEOUT = range(5)
 
@@ -58,29 +55,9 @@ _MACHINERY = (
 )
 
 
-# Options beside the architecture, the GPU and the schedule that decide what a program does.
-_REPEATED = (
-    *("multiprocessors", "all_configs", "allow_uninitialized", "allow_unguarded", "compile"),
-    *("masked", "strict", "bounds", "resident", "benchmarks"),
-)
-
-
-# Those that `check` takes as they are.
-_PASSED = (
-    *("arch", "multiprocessors", "all_configs", "strict", "bounds", "masked", "resident"),
-    "compile",
-)
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message}\n")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
-    return int(text)
 
 
 def _seconds(text: str) -> float:
@@ -159,18 +136,18 @@ def summary(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _summaries(reports: list[Report]) -> str:
-    """Summarize the first launch of each kernel, with its name if there are others."""
+def _summaries(verdict: Verdict) -> str:
+    """Summarize the first launch of each kernel, with its name if there are others; and remarks."""
     kernels: dict[str, list[Report]] = {}
-    for report in reports:
+    for report in verdict.reports:
         kernels.setdefault(report.kernel, []).append(report)
     lines = []
     for name, launches in kernels.items():
-        if len(reports) > 1:
+        if len(verdict.reports) > 1:
             times = f", the first of {len(launches)} launches" if len(launches) > 1 else ""
             lines.append(f"{name}{times}:")
         lines.append(summary(launches[0]))
-    return "\n".join([*lines, *remarks(reports)])
+    return "\n".join([*lines, *verdict.lines()])
 
 
 def _draw(options: argparse.Namespace, report: Report, error: EmulatorError | None = None) -> None:
@@ -185,28 +162,14 @@ def _draw(options: argparse.Namespace, report: Report, error: EmulatorError | No
         Path(options.html).write_text(page(report, error), encoding="utf-8")
 
 
-def _write(options: argparse.Namespace, report: dict) -> None:
-    """Write the report in the requested forms."""
-    for path, content in (
-        (options.json, report),
-        (options.sarif, as_sarif([report], Path.cwd()) if options.sarif else None),
-    ):
-        _save(path, content)
-
-
 def _save(path: str | None, value: Any) -> None:
     if path:
         Path(path).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 def _command(options: argparse.Namespace, schedule: str) -> str:
-    command, parser = ["python", "-m", "tritonemu", "--arch", options.arch], _parser()
+    command = ["python", "-m", "tritonemu", *settings.repeated(options, always=["arch"])]
     command += ["--no-fake-gpu"] * (not options.fake_gpu)
-    for name in _REPEATED:
-        value = getattr(options, name)
-        if value != parser.get_default(name):
-            command.append(f"--{name.replace('_', '-')}")
-            command += [str(value)] * (value is not True)
     return shlex.join([*command, "--schedule", schedule, options.target, *options.arguments])
 
 
@@ -251,41 +214,23 @@ def _parser() -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    number = {"type": _positive, "metavar": "N"}
     add("target", metavar="FILE.py[:FUNCTION]", help="a program, or a function without arguments")
     add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of the program")
     many = "FILE.py ...: the arguments are programs, too, each run in its own process"
     add("--each", action="store_true", help=many)
-    add("--arch", choices=ARCHITECTURES, default="sm_90")
     add("--search", choices=KINDS, default="random", help="(default random)")
     several = "to search (default 4 random, at most 1000 exhaustive)"
-    add("--schedules", **number, help=several)
+    add("--schedules", type=settings.positive, metavar="N", help=several)
     add("--schedule", type=_schedule, metavar="NAME", help="this one only")
     there = "let there seem to be a GPU (default), or leave torch.cuda as it is"
     add("--fake-gpu", action=argparse.BooleanOptionalAction, default=True, help=there)
-    few = f"of that GPU, for persistent programs (default {FAKE_MULTIPROCESSORS})"
-    add("--multiprocessors", **number, default=FAKE_MULTIPROCESSORS, help=few)
-    short = "of triton.testing: none, or every line at its smallest size (default skip)"
-    add("--benchmarks", choices=BENCHMARKS, default="skip", help=short)
-    every = "run every configuration of an autotuned kernel, not the first that fits"
-    add("--all-configs", action="store_true", help=every)
+    for name, how in settings.JUDGED.items():
+        add(f"--{name}", **how)
     add("--timeout", type=_seconds, metavar="SECONDS", help="end then, with exit status 4")
     add("--json", metavar="FILE", help="write what was found, for machines")
     add("--sarif", metavar="FILE", help="write what was found, for code hosts")
     add("--html", metavar="FILE", help="write a page that steps through a launch")
     add("--svg", metavar="FILE", help="draw the finding, or the first CTA of the first launch")
-    add("--allow-uninitialized", action="store_true", help="reads of unwritten memory yield NaN")
-    warps = "warps of a program need no barrier of their own"
-    add("--allow-unguarded", action="store_true", help=warps)
-    refused = "compile each launch, too, and say what is refused"
-    add("--compile", action="store_true", help=refused)
-    lanes = "lanes off without `other` (default nan)"
-    add("--masked", choices=MODES, default="nan", help=lanes)
-    values = "stores race that change no bit, too"
-    add("--strict", action="store_true", help=values)
-    around = "or the memory around it, too, where a tensor is a part (default tensor)"
-    add("--bounds", choices=BOUNDS, default="tensor", help=around)
-    add("--resident", **number, default=1, help="clusters that run together")
     return parser
 
 
@@ -355,8 +300,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     device = contextlib.nullcontext()
     if options.fake_gpu:
-        how = {"multiprocessors": options.multiprocessors, "benchmarks": options.benchmarks}
-        device = fake_gpu(options.arch, **how)
+        device = fake_gpu(options.arch, multiprocessors=options.multiprocessors)
     with device, _as_program(options.path, options.arguments), flags(COMMAND):
         if options.timeout:
             _end_after(options.timeout, options.json)
@@ -392,11 +336,8 @@ def _check(options: argparse.Namespace) -> int:
             report = reports[0] if reports else Report(options.arch)
             raise WrongResult(message, ("", 0), report=report)
 
-    judged = {name: getattr(options, name) for name in _PASSED}
-    judged["uninitialized"] = "allow" if options.allow_uninitialized else "error"
-    judged["unguarded"] = "allow" if options.allow_unguarded else "error"
     try:
-        verdict = check(program, search=search, trace=draws, **judged)
+        verdict = check(program, search=search, trace=draws, **settings.keywords(options))
     except _NotChecked as failed:
         print(f"{failed}\n  {_command(options, str(search.order))}", file=sys.stderr)
         return UNCHECKED
@@ -408,10 +349,13 @@ def _check(options: argparse.Namespace) -> int:
     else:
         count = sum(verdict.unjudged.values())
         said = f"nothing found under {search}{f'; {count} not judged' * bool(count)}"
-        print(painted(f"{said}\n{_summaries(verdict.reports)}", sys.stdout))
+        print(painted(f"{said}\n{_summaries(verdict)}", sys.stdout))
     if draws and (not error or (report is not None and report.timeline)):
         _draw(options, report, error)
-    _write(options, verdict.as_json(replay))
+    written = verdict.as_json(replay)
+    _save(options.json, written)
+    if options.sarif:
+        _save(options.sarif, as_sarif([written], Path.cwd()))
     return CLEAN if not error else UNCHECKED if isinstance(error, Unsupported) else FOUND
 
 

@@ -4,13 +4,11 @@
 wherever PyTorch takes a device, and `x.device`, `x.is_cuda` say what they would say: a tensor is on
 the GPU if it was made or moved there, or computed from one that is; moving it copies it. Streams,
 events, synchronisation and `torch.compile` do nothing, operators for CUDA are the CPU's,
-`do_bench` is one call, and benchmarks are skipped or shortened. Kernels run only inside
-`tritonemu.enabled`.
+`do_bench` is one call, and benchmarks are skipped. Kernels run only inside `tritonemu.enabled`.
 """
 
 import contextlib
 import functools
-import math
 import time
 import types
 import warnings
@@ -28,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import unwritten
 from .compiler import target_of
-from .errors import Unsupported, option
+from .errors import Unsupported
 from .launch import REGISTERS, SHARED_BYTES
 
 try:
@@ -216,34 +214,8 @@ def _compile(model: Any = None, **options: Any) -> Any:
     return model if model is not None else lambda function: function
 
 
-BENCHMARKS = ("skip", "once")
-
-
-def _size(x: Any) -> float:
-    """Size of a benchmark's value on the x axis, or values; non-numbers come first."""
-    values = x if isinstance(x, (list, tuple)) else [x]
-    return math.prod(value for value in values if isinstance(value, int | float))
-
-
 def _no_report(self: Any, *args: Any, **kwargs: Any) -> None:
-    how = option("benchmarks", "once")
-    print(f"tritonemu: a triton.testing benchmark is skipped; {how} runs its smallest size")
-
-
-def _report_once(
-    self: Any, show_plots: Any = 0, print_data: Any = 0, save_path: Any = "", return_df: Any = 0,
-    **kwargs: Any,
-) -> None:  # fmt: skip
-    """Replace `Mark.run`: each line of each benchmark at its smallest size; no data or plots."""
-    several = isinstance(self.benchmarks, (list, tuple))
-    for bench in self.benchmarks if several else [self.benchmarks]:
-        x = min(bench.x_vals, key=_size)
-        values = x if isinstance(x, (list, tuple)) else [x] * len(bench.x_names)
-        arguments = dict(zip(bench.x_names, values, strict=True))
-        size = ", ".join(f"{name}={value}" for name, value in arguments.items())
-        print(f"tritonemu: benchmark {bench.plot_name} once, with {size}")
-        for line in bench.line_vals:
-            self.fn(**arguments, **{bench.line_arg: line}, **bench.args, **kwargs)
+    print("tritonemu: a triton.testing benchmark is skipped")
 
 
 def _reading(function: Callable) -> Callable:
@@ -492,18 +464,13 @@ def _of_accelerator(answers: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def fake_gpu(
-    arch: str = "sm_90", *, multiprocessors: int = FAKE_MULTIPROCESSORS, benchmarks: str = "skip"
-) -> Iterator[None]:
+def fake_gpu(arch: str = "sm_90", *, multiprocessors: int = FAKE_MULTIPROCESSORS) -> Iterator[None]:
     """Within this context there seems to be one GPU, `cuda:0`, with compute capability `arch`.
 
     arch: "sm_90", an H200, or "sm_100", a B200; with fewer `multiprocessors` than they have, so
-    that persistent programs share work. benchmarks: "skip" those of `triton.testing`, or run every
-    line "once", at the smallest size. For the thread that opens it.
+    that persistent programs share work. For the thread that opens it.
     """
     check_arch(arch)
-    if benchmarks not in BENCHMARKS:
-        raise ValueError(f"benchmarks must be one of {BENCHMARKS}, got {benchmarks!r}")
     accelerator = getattr(torch, "accelerator", None)
     with contextlib.ExitStack() as stack:
 
@@ -525,8 +492,7 @@ def fake_gpu(
         replace(torch, "compile", _compile)
         replace(triton.testing, "do_bench", _do_bench)
         replace(triton.testing, "do_bench_cudagraph", _do_bench)
-        run = _no_report if benchmarks == "skip" else _report_once
-        replace(triton.testing.Mark, "run", run)
+        replace(triton.testing.Mark, "run", _no_report)
         replace(triton.testing, "nvsmi", _nvidia_smi)
         replace(torch.testing, "assert_close", _reading(torch.testing.assert_close))
         mode, backward = _CudaIsCpu(), torch.autograd.function.BackwardCFunction

@@ -4,13 +4,13 @@ import linecache
 import os
 import re
 import shlex
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .errors import PYTEST, EmulatorError, Location, flags_begin, pytest_command
-from .launch import BarrierUse
+from .launch import BarrierUse, Report
 from .stepper import interactive
 
 
@@ -102,16 +102,6 @@ def described(error: EmulatorError) -> str:
     return f"{type(error).__name__}{schedule}: {error}\n{explain(error)}"
 
 
-def remarks(reports: Iterable[Any]) -> list[str]:
-    """List, a line for each, what there is to say of launches without a finding."""
-    return [
-        *(f"note: {note}" for note in notes(reports)),
-        *allowed_messages(allowed(reports)),
-        *unjudged_messages(unjudged(reports)),
-        *unwrapped_messages(unwrapped(barriers(reports))),
-    ]
-
-
 def painted(text: str, stream: Any) -> str:
     """Colour what is said first, the places and their source, if the stream is a terminal and
     NO_COLOR is not set."""
@@ -123,7 +113,7 @@ def painted(text: str, stream: Any) -> str:
     return re.sub(r"(?m)^      .*", "\033[1m\\g<0>\033[0m", text)
 
 
-def as_json(error: EmulatorError, replay: str = "") -> dict[str, Any]:
+def finding_as_json(error: EmulatorError, replay: str = "") -> dict[str, Any]:
     """Convert a finding to JSON values; its fields are in docs/api.md."""
     places = []
     for what, location in _places(error):
@@ -168,91 +158,82 @@ def page(report: Any, error: EmulatorError | None = None) -> str:
     )
 
 
-def allowed(reports: Iterable[Any]) -> Counter[tuple[str, str, int, str]]:
-    """Count the findings of all launches that comments allow, by kind, file, line and reason."""
-    return sum((Counter(report.allowed) for report in reports), Counter())
+def allowed_line(kind: str, file: str, line: int, reason: str, times: int) -> str:
+    often = "once" if times == 1 else f"{times} times"
+    return f"allowed: {kind} at {file}:{line}, found {often}: {reason}"
 
 
-def allowed_messages(times: Counter[tuple[str, str, int, str]]) -> list[str]:
-    """Format a line for each of `allowed`."""
-    return [
-        f"allowed: {kind} at {file}:{line}, found {'once' if n == 1 else f'{n} times'}: {reason}"
-        for (kind, file, line, reason), n in times.items()
-    ]
+def unjudged_line(file: str, line: int, question: str, times: int) -> str:
+    return (
+        f"could not judge {times} access{'es' * (times != 1)} at {file}:{line}: the compiled code "
+        f"does not tell {question}"
+    )
 
 
-def unjudged(reports: Iterable[Any]) -> Counter[tuple[str, int, str]]:
-    """Count the accesses of all launches that were not judged, by file, line and question."""
-    return sum((Counter(report.unjudged) for report in reports), Counter())
+def unwrapped_line(kernel: str, barrier: str, missing: str) -> str:
+    return f"barrier {barrier} of {kernel}: {missing}"
 
 
-def unjudged_messages(times: Counter[tuple[str, int, str]]) -> list[str]:
-    """Format a line for each of `unjudged`."""
-    return [
-        f"could not judge {n} access{'es' * (n != 1)} at {file}:{line}: the compiled code does not "
-        f"tell {question}"
-        for (file, line, question), n in times.items()
-    ]
+@dataclass
+class Remarks:
+    """What launches tell beside their findings.
 
-
-def barriers(
-    reports: Iterable[Any], uses: dict[tuple[str, str], BarrierUse] | None = None
-) -> dict[tuple[str, str], BarrierUse]:
-    """Join, by kernel and name, what mbarriers did in all launches; to `uses`, if any."""
-    uses = {} if uses is None else uses
-    for report in reports:
-        for name, use in report.barrier_use.items():
-            uses.setdefault((report.kernel, name), BarrierUse(use.count)).join(use)
-    return uses
-
-
-def unwrapped(uses: dict[tuple[str, str], BarrierUse]) -> dict[tuple[str, str], str]:
-    """Tell, by kernel and name, what was not seen of the phases of mbarriers.
-
-    Of those only whose parity is computed, as in a ring; an array of which all lack the same is
-    named once.
+    notes: what may be meant so. allowed: how often a comment allowed each (kind, file, line,
+    reason). unjudged: how often each (file, line, question) could not be judged. barriers: use of
+    each mbarrier, by kernel and name: the most of all launches.
     """
-    arrays: dict[tuple[str, str], dict[str, BarrierUse]] = {}
-    for (kernel, name), use in uses.items():
-        arrays.setdefault((kernel, name.partition("[")[0]), {})[name] = use
-    missing: dict[tuple[str, str], str] = {}
-    for (kernel, array), members in arrays.items():
-        if any(use.turns for use in members.values()):
-            whole = {use.missing for use in members.values()}
-            named = {array: whole.pop()} if len(whole) == 1 else {
-                name: use.missing for name, use in members.items()
-            }  # fmt: skip
-            missing |= {(kernel, name): what for name, what in named.items() if what}
-    return missing
 
+    notes: list[str] = field(default_factory=list)
+    allowed: dict[tuple[str, str, int, str], int] = field(default_factory=dict)
+    unjudged: dict[tuple[str, int, str], int] = field(default_factory=dict)
+    barriers: dict[tuple[str, str], BarrierUse] = field(default_factory=dict)
 
-def unwrapped_messages(missing: dict[tuple[str, str], str]) -> list[str]:
-    """Format a line for each of `unwrapped`."""
-    return [f"barrier {name} of {kernel}: {what}" for (kernel, name), what in missing.items()]
+    def add(self, reports: Iterable[Report]) -> None:
+        for report in reports:
+            self.notes += [note for note in report.notes if note not in self.notes]
+            for times, others in (
+                (self.allowed, report.allowed), (self.unjudged, report.unjudged),
+            ):  # fmt: skip
+                times.update({key: times.get(key, 0) + n for key, n in others.items()})
+            for name, use in report.barrier_use.items():
+                self.barriers.setdefault((report.kernel, name), BarrierUse(use.count)).join(use)
 
+    @property
+    def unwrapped(self) -> dict[tuple[str, str], str]:
+        """Phases of mbarriers that were not seen, by kernel and name.
 
-def notes(reports: Iterable[Any]) -> list[str]:
-    """List the notes of all launches, each once."""
-    return list(dict.fromkeys(note for report in reports for note in report.notes))
+        Of those only whose parity is computed, as in a ring; an array of which all lack the same is
+        named once.
+        """
+        arrays: dict[tuple[str, str], dict[str, BarrierUse]] = {}
+        for (kernel, name), use in self.barriers.items():
+            arrays.setdefault((kernel, name.partition("[")[0]), {})[name] = use
+        missing: dict[tuple[str, str], str] = {}
+        for (kernel, array), members in arrays.items():
+            if any(use.turns for use in members.values()):
+                named = {name: use.missing for name, use in members.items()}
+                if len(set(named.values())) == 1:
+                    named = {array: next(iter(named.values()))}
+                missing |= {(kernel, name): what for name, what in named.items() if what}
+        return missing
 
+    def lines(self, after: Mapping[Any, str] | None = None) -> list[str]:
+        """Format a line for each; after: texts to go on with, by note or key."""
+        lines = {note: f"note: {note}" for note in self.notes}
+        lines |= {key: allowed_line(*key, times) for key, times in self.allowed.items()}
+        lines |= {key: unjudged_line(*key, times) for key, times in self.unjudged.items()}
+        lines |= {key: unwrapped_line(*key, missing) for key, missing in self.unwrapped.items()}
+        return [f"{line}{(after or {}).get(key, '')}" for key, line in lines.items()]
 
-def report_of(
-    finding: EmulatorError | None, replay: str, covered: dict[str, Any], reports: list[Any]
-) -> dict[str, Any]:
-    """Build the report of `--json`: a finding, what `reports` of one schedule tell, and what the
-    search covered."""
+    def as_json(self) -> dict[str, Any]:
+        """Convert to JSON values; the fields are in docs/api.md."""
 
-    def counted(times: Counter[Any], *names: str) -> list[dict[str, Any]]:
-        return [dict(zip(names, key, strict=True)) | {"times": n} for key, n in times.items()]
+        def listed(values: Mapping[Any, Any], *names: str) -> list[dict[str, Any]]:
+            return [dict(zip(names, (*key, n), strict=True)) for key, n in values.items()]
 
-    return {
-        "found": as_json(finding, replay) if finding is not None else None,
-        "notes": notes(reports),
-        "allowed": counted(allowed(reports), "kind", "file", "line", "reason"),
-        "unjudged": counted(unjudged(reports), "file", "line", "question"),
-        "unwrapped": [
-            {"kernel": kernel, "barrier": name, "missing": what}
-            for (kernel, name), what in unwrapped(barriers(reports)).items()
-        ],
-        "covered": covered,
-    }
+        return {
+            "notes": self.notes,
+            "allowed": listed(self.allowed, "kind", "file", "line", "reason", "times"),
+            "unjudged": listed(self.unjudged, "file", "line", "question", "times"),
+            "unwrapped": listed(self.unwrapped, "kernel", "barrier", "missing"),
+        }

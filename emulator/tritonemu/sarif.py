@@ -4,13 +4,12 @@ Source: OASIS, Static Analysis Results Interchange Format (SARIF) 2.1.0.
 """
 
 import inspect
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from . import __version__, errors
-from .messages import unjudged_messages, unwrapped_messages
+from .messages import unjudged_line, unwrapped_line
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
@@ -32,9 +31,8 @@ def as_sarif(
         results += [each for each in findings if each not in results]
         notifications = [_notification("note", note) for note in report.get("notes", ())]
         notifications += [_not_judged(each, folder) for each in report.get("unjudged", ())]
-        for each in report.get("unwrapped", ()):
-            missing = {(each["kernel"], each["barrier"]): each["missing"]}
-            notifications.append(_notification("note", *unwrapped_messages(missing)))
+        missing = (unwrapped_line(**each) for each in report.get("unwrapped", ()))
+        notifications += [_notification("note", line) for line in missing]
         notes += [each for each in notifications if each not in notes]
     notes += [_notification("error", f"{program} was not checked") for program in unchecked]
     kinds = sorted({result["ruleId"] for result in results})
@@ -87,8 +85,7 @@ def _allowed(each: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _not_judged(each: dict[str, Any], folder: Path) -> dict[str, Any]:
-    times = Counter({(each["file"], each["line"], each["question"]): each["times"]})
-    warning = _notification("warning", *unjudged_messages(times))
+    warning = _notification("warning", unjudged_line(**each))
     return warning | {"locations": [_location(folder, **_at(each))]}
 
 

@@ -11,28 +11,29 @@ from typing import Any
 
 import torch
 
-from . import messages
 from .errors import EmulatorError
 from .execution import OPTIONS
 from .gpu import tensors_of
-from .launch import BarrierUse, Report
+from .launch import Report
 from .launch_hooks import enabled
+from .messages import Remarks, described, finding_as_json
 from .orders import Order, order_of
 from .search import Search
 from .timeline import Timeline
 
 
 @dataclass
-class Verdict:
-    """Findings in a call, and what was judged.
+class Verdict(Remarks):
+    """The finding in a call, and what was judged.
 
-    findings: the one that ended it, or none. reports: of the launches under its first schedule, or
-    under that of the finding. covered: as `Search.as_json`, without "exhausted" if the search did
-    not come to its end. differs: the first schedule that gives other bits than the first one, ""
-    without one. outputs: what the call returned under the first.
+    finding: the one that ended it, or None. reports: of the launches under its first schedule, or
+    under that of the finding; what they tell beside it is in the fields of `Remarks`. covered: as
+    `Search.as_json`, without "exhausted" if the search did not come to its end. differs: the first
+    schedule that gives other bits than the first one, "" without one. outputs: what the call
+    returned under the first.
     """
 
-    findings: list[EmulatorError] = field(default_factory=list)
+    finding: EmulatorError | None = None
     reports: list[Report] = field(default_factory=list)
     covered: dict[str, Any] = field(default_factory=dict)
     differs: str = ""
@@ -41,36 +42,7 @@ class Verdict:
     @property
     def clean(self) -> bool:
         """Whether nothing was found, in what could be judged."""
-        return not self.findings
-
-    @property
-    def finding(self) -> EmulatorError | None:
-        return self.findings[0] if self.findings else None
-
-    @property
-    def unjudged(self) -> dict[tuple[str, int, str], int]:
-        """Count how often each (file, line, question) could not be judged."""
-        return dict(messages.unjudged(self.reports))
-
-    @property
-    def allowed(self) -> dict[tuple[str, str, int, str], int]:
-        """Count how often a comment allowed each (kind, file, line, reason)."""
-        return dict(messages.allowed(self.reports))
-
-    @property
-    def notes(self) -> list[str]:
-        """List remarks on what may be intended."""
-        return messages.notes(self.reports)
-
-    @property
-    def barriers(self) -> dict[tuple[str, str], BarrierUse]:
-        """Use of each mbarrier, by kernel and name: the most of all launches."""
-        return messages.barriers(self.reports)
-
-    @property
-    def unwrapped(self) -> dict[tuple[str, str], str]:
-        """Phases of mbarriers that were not seen, by kernel and name."""
-        return messages.unwrapped(self.barriers)
+        return self.finding is None
 
     @property
     def timeline(self) -> Timeline | None:
@@ -84,16 +56,16 @@ class Verdict:
         return sum(report.cycles for report in self.reports)
 
     def __str__(self) -> str:
-        if self.findings:
-            return messages.described(self.findings[0])
+        if self.finding:
+            return described(self.finding)
         tried, count = self.covered.get("schedules", 1), sum(self.unjudged.values())
         counted = f"{tried} schedule{'s' * (tried != 1)}{f'; {count} not judged' * bool(count)}"
-        lines = [f"nothing found in {counted}"]
-        return "\n".join([*lines, *messages.remarks(self.reports)])
+        return "\n".join([f"nothing found in {counted}", *self.lines()])
 
     def as_json(self, replay: str = "") -> dict[str, Any]:
         """Convert to JSON values; the fields are those of `--json`."""
-        return messages.report_of(self.finding, replay, self.covered, self.reports)
+        finding = finding_as_json(self.finding, replay) if self.finding else None
+        return {"found": finding, **super().as_json(), "covered": self.covered}
 
 
 def check(
@@ -116,7 +88,6 @@ def check(
 
     Stops at the first finding; other exceptions pass.
     """
-    verdict, first, tried = Verdict(), None, 0
     parts = Search() if search is None else search
     parts = (parts,) if isinstance(parts, Search) else tuple(parts)
     names = getattr(kernel, "arg_names", None)
@@ -126,7 +97,7 @@ def check(
     if names is None and (args or keywords):
         raise TypeError(f"a function takes no arguments here, got {[*args, *keywords]}")
 
-    def launched(order: Order | str, trace: bool) -> Any:
+    def launched(order: Order | str, trace: bool) -> tuple[EmulatorError | None, list[Report], Any]:
         outputs = None
         with enabled(arch, **options | {"schedule": order, "trace": trace}) as reports:
             try:
@@ -137,28 +108,31 @@ def check(
                         raise
                     error.schedule = str(order)
                     reports.findings.append(error)
-        verdict.findings = reports.findings[:1]
-        if verdict.findings or first is None:
-            failed = [each.report for each in verdict.findings if each.report is not None]
-            verdict.reports = [*reports, *(each for each in failed if each not in reports)]
-        return outputs
+        finding = reports.findings[0] if reports.findings else None
+        if finding and finding.report and finding.report not in reports:
+            reports.append(finding.report)
+        return finding, reports, outputs
 
+    verdict, first, tried = Verdict(), [], 0
     for order in (each for part in parts for each in _orders(part)):
-        outputs, tried = launched(order, bool(trace)), tried + 1
-        if verdict.findings:
-            error = verdict.findings[0]
-            if trace is None and type(error) is not EmulatorError:
-                launched(error.schedule, True)
+        finding, reports, outputs = launched(order, bool(trace))
+        tried += 1
+        if finding:
+            if trace is None and type(finding) is not EmulatorError:
+                finding, reports, _ = launched(finding.schedule, True)
+            verdict.finding, verdict.reports = finding, reports
             break
-        now = _bytes(outputs)
-        if first is None:
-            verdict.outputs, first = outputs, [each.clone() for each in now]
-        elif not verdict.differs and not all(map(torch.equal, first, now)):
+        content = _bytes(outputs)
+        if tried == 1:
+            verdict.reports, verdict.outputs = reports, outputs
+            first = [each.clone() for each in content]
+        elif not verdict.differs and not all(map(torch.equal, first, content)):
             verdict.differs = str(order)
     for part in parts:
         verdict.covered |= part.as_json() if isinstance(part, Search) else {}
     verdict.covered["schedules"] = tried
-    if names is not None and first is not None:
+    verdict.add(verdict.reports)
+    if names is not None and first:
         for tensor, content in zip(call.outputs, first, strict=True):
             tensor.copy_(content)
     return verdict
