@@ -4,8 +4,8 @@ Also `python -m tritonemu FILE.py:FUNCTION`, which calls one function without ar
 `python -m tritonemu --each FILE.py ...`, each program in a process of its own. Every
 kernel that is launched as `kernel[grid](...)` runs under the modelled schedule and those of a
 `--search` (see `search`), or under one named by `--schedule`, as findings name it; the program is
-run once for each, and prints the first time. There seems to be a GPU (`--arch`, `--no-fake-gpu`),
-whose tensors lie on the CPU. `--svg` and `--html` keep a timeline: of the launch with the finding,
+run once for each, and prints the first time. There seems to be a GPU (`--arch`), whose tensors
+lie on the CPU. `--svg` and `--html` keep a timeline: of the launch with the finding,
 or else of the first. `--json` writes what was found and what was covered (its fields: docs/api.md).
 Options stand before FILE.py; what follows it belongs to the program. `[tool.tritonemu]` of
 pyproject.toml sets options for a project.
@@ -39,7 +39,7 @@ import triton
 from . import EmulatorError, Report, Unsupported, WrongResult, fake_gpu, gpu, processes, settings
 from .errors import COMMAND, flags
 from .launch_hooks import current_reports
-from .messages import page, painted
+from .messages import page
 from .orders import order_of
 from .sarif import as_sarif
 from .search import KINDS, Search
@@ -87,13 +87,6 @@ def split(target: str) -> tuple[str, str | None]:
     path, name = match.groups()
     if not Path(path).is_file():
         raise argparse.ArgumentTypeError(f"target must name an existing file, got {path!r}")
-    try:
-        compile(Path(path).read_bytes(), path, "exec")
-    except SyntaxError as error:
-        location = f"{error.filename}:{error.lineno}"
-        raise argparse.ArgumentTypeError(
-            f"target must be valid Python, got {error.msg} at {location}"
-        ) from None
     return path, name
 
 
@@ -150,10 +143,10 @@ def _summaries(verdict: Verdict) -> str:
     return "\n".join([*lines, *verdict.lines()])
 
 
-def _draw(options: argparse.Namespace, report: Report, error: EmulatorError | None = None) -> None:
+def _draw(options: argparse.Namespace, report: Report | None, error: EmulatorError | None) -> None:
     """Write the requested pictures of a launch, which may have ended with a finding."""
-    timeline = report.timeline
-    if timeline is None or not timeline.events:
+    timeline = report.timeline if report else None
+    if timeline is None or not (timeline.events or timeline.marks):
         print("tritonemu: nothing is drawn of a launch that did nothing", file=sys.stderr)
         return
     if options.svg:
@@ -169,7 +162,6 @@ def _save(path: str | None, value: Any) -> None:
 
 def _command(options: argparse.Namespace, schedule: str) -> str:
     command = ["python", "-m", "tritonemu", *settings.repeated(options, always=["arch"])]
-    command += ["--no-fake-gpu"] * (not options.fake_gpu)
     return shlex.join([*command, "--schedule", schedule, options.target, *options.arguments])
 
 
@@ -222,8 +214,6 @@ def _parser() -> _Parser:
     several = "to search (default 4 random, at most 1000 exhaustive)"
     add("--schedules", type=settings.positive, metavar="N", help=several)
     add("--schedule", type=_schedule, metavar="NAME", help="this one only")
-    there = "let there seem to be a GPU (default), or leave torch.cuda as it is"
-    add("--fake-gpu", action=argparse.BooleanOptionalAction, default=True, help=there)
     for name, how in settings.JUDGED.items():
         add(f"--{name}", **how)
     add("--timeout", type=_seconds, metavar="SECONDS", help="end then, with exit status 4")
@@ -234,56 +224,43 @@ def _parser() -> _Parser:
     return parser
 
 
-def _settings(path: str) -> list[str]:
-    """Read the flags that pyproject.toml sets for the program at `path`."""
-    try:
-        return settings.flags(Path(path).parent)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _parse(arguments: list[str]) -> argparse.Namespace:
     """Parse the options, with `path` and `name` of the target; options may follow a function."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    target, rest = options.target, options.arguments
     try:
-        path, name = split(options.target)
-        arguments = [*_settings(path), *arguments]
-        options = parser.parse_args(arguments)
-        options.path, options.name = path, name
-        if options.name is not None and options.arguments:
-            target, rest = options.target, options.arguments
-            leading = arguments[: len(arguments) - len(rest) - 1]
-            options = parser.parse_args([*leading, *rest, target])
-            if options.target != target:
-                parser.error(f"{target} takes no arguments, got {options.target!r}")
-            options.path, options.name = split(target)
-    except argparse.ArgumentTypeError as error:
+        path, name = split(target)
+        arguments = [*settings.flags(Path(path).parent), *arguments]
+    except (argparse.ArgumentTypeError, ValueError) as error:
         parser.error(str(error))
-    options.function = None
+    if name is not None:
+        arguments = [*arguments[: len(arguments) - len(rest) - 1], *rest, target]
+    options = parser.parse_args(arguments)
+    if name is not None and options.target != target:
+        parser.error(f"{target} takes no arguments, got {options.target!r}")
+    options.path, options.name, options.function = path, name, None
     return options
 
 
-def _run_each(arguments: list[str]) -> int | None:
-    """Run all programs of `--each`; return the exit status, None without the option."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if not options.each:
-        return None
+def _run_each(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Run all programs of `--each`; return the exit status."""
     programs = [options.target, *options.arguments]
+    leading = arguments[: len(arguments) - len(programs)]
     if drawn := [f"--{name}" for name in ("html", "svg") if getattr(options, name)]:
-        parser.error(f"--each takes no {drawn[0]}, which draws one program")
+        _parser().error(f"--each takes no {drawn[0]}, which draws one program")
     try:
         for program in programs:
             split(program)
     except argparse.ArgumentTypeError as error:
-        parser.error(str(error))
-    report_options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    report_options.add_argument("--each", action="store_true")
-    report_options.add_argument("--json")
-    report_options.add_argument("--sarif")
-    _, shared = report_options.parse_known_args(arguments[: len(arguments) - len(programs)])
-    ran = [processes.run(lambda last: main([*shared, *last]), program) for program in programs]
+        _parser().error(str(error))
+
+    def run(program: str, report: str) -> int:
+        one = _parse([*leading, program])
+        one.json, one.sarif = report, None
+        return _run_program(one)
+
+    ran = [processes.run(run, program) for program in programs]
     print(processes.summary(ran))
     _save(options.json, {"programs": ran})
     if options.sarif:
@@ -295,12 +272,13 @@ def _run_each(arguments: list[str]) -> int | None:
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    if (status := _run_each(arguments)) is not None:
-        return status
-    options = _parse(arguments)
-    device = contextlib.nullcontext()
-    if options.fake_gpu:
-        device = fake_gpu(options.arch, multiprocessors=options.multiprocessors)
+    options = _parser().parse_args(arguments)
+    return _run_each(options, arguments) if options.each else _run_program(_parse(arguments))
+
+
+def _run_program(options: argparse.Namespace) -> int:
+    """Run one program where there seems to be a GPU; return the exit status."""
+    device = fake_gpu(options.arch, multiprocessors=options.multiprocessors)
     with device, _as_program(options.path, options.arguments), flags(COMMAND):
         if options.timeout:
             _end_after(options.timeout, options.json)
@@ -345,12 +323,12 @@ def _check(options: argparse.Namespace) -> int:
     replay = _command(options, error.schedule) if error else ""
     report = error.report if error else verdict.reports[0]
     if error:
-        print(painted(f"{verdict}\n  {replay}", sys.stderr), file=sys.stderr)
+        print(f"{verdict}\n  {replay}", file=sys.stderr)
     else:
         count = sum(verdict.unjudged.values())
         said = f"nothing found under {search}{f'; {count} not judged' * bool(count)}"
-        print(painted(f"{said}\n{_summaries(verdict)}", sys.stdout))
-    if draws and (not error or (report is not None and report.timeline)):
+        print(f"{said}\n{_summaries(verdict)}")
+    if draws:
         _draw(options, report, error)
     written = verdict.as_json(replay)
     _save(options.json, written)

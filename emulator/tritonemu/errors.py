@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 
@@ -31,10 +31,14 @@ class TracedLocation(Location):
     chain: tuple[tuple[str, int, str], ...] = ()
 
 
+def calls_to(location: Location) -> tuple[tuple[str, int, str], ...]:
+    """List (file, line, function) of the calls that lead to a location, outermost first."""
+    return getattr(location, "chain", ()) or ((*location, ""),)
+
+
 def line_in(location: Location, file: str) -> int:
     """Return the line of the innermost call in `file` that leads to a location; 0 if none does."""
-    calls = getattr(location, "chain", ()) or ((*location, ""),)
-    return next((line for name, line, _ in reversed(calls) if name == file), 0)
+    return next((line for name, line, _ in reversed(calls_to(location)) if name == file), 0)
 
 
 def _innermost(frames: Iterable[tuple[FrameType, int]]) -> TracedLocation:
@@ -68,33 +72,33 @@ def location_of(error: BaseException) -> Location:
 
 # Prefixes of flags of the tool in use; that of Python is empty: it takes keywords.
 COMMAND, PYTEST = "--", "--emulated-"
-_FLAGS: contextvars.ContextVar[tuple[str, str]] = contextvars.ContextVar("flags", default=("", ""))
+
+
+class Tool(NamedTuple):
+    """begin: the prefix of its flags. command: of pytest, up to the name of a test and the folder
+    that it is in."""
+
+    begin: str = ""
+    command: str = ""
+
+
+_PYTHON = Tool()
+TOOL: contextvars.ContextVar[Tool] = contextvars.ContextVar("tool", default=_PYTHON)
 
 
 @contextlib.contextmanager
 def flags(begin: str, command: str = "") -> Iterator[None]:
-    """Spell options as flags with this prefix in messages within this context.
-
-    command: of pytest, up to the name of a test and the folder that it is in.
-    """
-    token = _FLAGS.set((begin, command))
+    """Spell options as this tool's flags in messages within this context."""
+    token = TOOL.set(Tool(begin, command))
     try:
         yield
     finally:
-        _FLAGS.reset(token)
-
-
-def flags_begin() -> str:
-    return _FLAGS.get()[0]
-
-
-def pytest_command() -> str:
-    return _FLAGS.get()[1]
+        TOOL.reset(token)
 
 
 def option(name: str, value: str | int) -> str:
     """Format an option of `execution.execute` as the tool in use takes it."""
-    begin = flags_begin()
+    begin = TOOL.get().begin
     if not begin:
         return f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}"
     if value == "allow":

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import PYTEST, EmulatorError, Location, flags_begin, pytest_command
+from .errors import PYTEST, TOOL, EmulatorError, Location, calls_to
 from .launch import BarrierUse, Report
 from .stepper import interactive
 
@@ -63,7 +63,7 @@ def uses(name: str, definition: Location) -> list[int]:
 
 def _calls(location: Location) -> tuple[tuple[str, int, str], ...]:
     """List (file, line, function) from the outermost call, "" for a task, to the statement."""
-    calls = getattr(location, "chain", ()) or ((*location, ""),)
+    calls = calls_to(location)
     return tuple((file, line, name if name != "__task__" else "") for file, line, name in calls)
 
 
@@ -73,7 +73,7 @@ def _line(file: str, line: int) -> str:
 
 def tested() -> str:
     """Return the id of the test that the plugin emulates now, "" if none."""
-    test = os.environ.get("PYTEST_CURRENT_TEST", "") if flags_begin() == PYTEST else ""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "") if TOOL.get().begin == PYTEST else ""
     return test.rpartition(" (")[0]
 
 
@@ -90,7 +90,7 @@ def explain(error: EmulatorError) -> str:
         takes = f"{count} arrival{'s' * (count != 1)}"
         lines.append(f"  {name}: {takes} a phase; used in lines {used or 'of other functions'}")
     if test := tested():
-        lines.append(f"  again with {pytest_command()}{shlex.quote(test)}")
+        lines.append(f"  again with {TOOL.get().command}{shlex.quote(test)}")
     elif error.schedule:
         lines.append(f'  again with schedule="{error.schedule}"')
     return "\n".join(lines)
@@ -100,17 +100,6 @@ def described(error: EmulatorError) -> str:
     """Format a finding: what it is first, then where."""
     schedule = f" (schedule {error.schedule})" * bool(error.schedule)
     return f"{type(error).__name__}{schedule}: {error}\n{explain(error)}"
-
-
-def painted(text: str, stream: Any) -> str:
-    """Colour what is said first, the places and their source, if the stream is a terminal and
-    NO_COLOR is not set."""
-    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return text
-    verdict = "32" if text.startswith("nothing found") else "31"
-    text = re.sub(r"\A[^:;\n]+", rf"\033[1;{verdict}m\g<0>\033[0m", text)
-    text = re.sub(r"(?m)^  (?:[^\s:][^:\n]*:)(?= \S+:\d)", "\033[36m\\g<0>\033[0m", text)
-    return re.sub(r"(?m)^      .*", "\033[1m\\g<0>\033[0m", text)
 
 
 def finding_as_json(error: EmulatorError, replay: str = "") -> dict[str, Any]:

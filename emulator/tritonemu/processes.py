@@ -49,12 +49,12 @@ def _fork(work: Callable[[], int]) -> int:
     os._exit(ended)
 
 
-def run(command: Callable[[list[str]], int], program: str) -> dict[str, Any]:
+def run(command: Callable[[str, str], int], program: str) -> dict[str, Any]:
     """Run a command on one program; return its name, the exit status, and the report, None if there
-    is none. The command takes the options that end with the program."""
+    is none. The command takes the program, and the path where it writes the report."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
-        process = _fork(lambda: command(["--json", str(path), program]))
+        process = _fork(lambda: command(program, str(path)))
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     return {"program": program, "status": status, "report": report}

@@ -66,9 +66,9 @@ def _finding(finding: dict[str, Any], folder: Path) -> dict[str, Any]:
         "ruleId": finding["kind"],
         "level": "error",
         "message": {"text": f"{finding['message']}\n{finding['replay']}"},
-        "locations": [_location(folder, **_at(here["calls"][-1]))] if here else [],
+        "locations": [_location(folder, here["calls"][-1])] if here else [],
         "relatedLocations": [
-            _location(folder, **_at(call)) | {"message": {"text": statement["what"]}}
+            _location(folder, call) | {"message": {"text": statement["what"]}}
             for statement, call in zip(others, last, strict=True)
         ],
     }
@@ -79,22 +79,23 @@ def _allowed(each: dict[str, Any], folder: Path) -> dict[str, Any]:
         "ruleId": each["kind"],
         "level": "error",
         "message": {"text": f"found {each['times']} times"},
-        "locations": [_location(folder, **_at(each))],
+        "locations": [_location(folder, each)],
         "suppressions": [{"kind": "inSource", "justification": each["reason"]}],
     }
 
 
 def _not_judged(each: dict[str, Any], folder: Path) -> dict[str, Any]:
     warning = _notification("warning", unjudged_line(**each))
-    return warning | {"locations": [_location(folder, **_at(each))]}
+    return warning | {"locations": [_location(folder, each)]}
 
 
-def _at(call: dict[str, Any]) -> dict[str, Any]:
-    return {"file": call["file"], "line": call["line"]}
-
-
-def _location(folder: Path, file: str, line: int) -> dict[str, Any]:
-    path, folder = Path(file).resolve(), folder.resolve()
+def _location(folder: Path, call: dict[str, Any]) -> dict[str, Any]:
+    path, folder = Path(call["file"]).resolve(), folder.resolve()
     inside = path.is_relative_to(folder)
     uri = path.relative_to(folder).as_posix() if inside else path.as_uri()
-    return {"physicalLocation": {"artifactLocation": {"uri": uri}, "region": {"startLine": line}}}
+    return {
+        "physicalLocation": {
+            "artifactLocation": {"uri": uri},
+            "region": {"startLine": call["line"]},
+        }
+    }
