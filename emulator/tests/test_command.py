@@ -1,14 +1,12 @@
 """`python -m tritonemu` on programs and functions: what it says, and how it ends."""
 
 import json
-import re
 import subprocess
 import sys
 
 import pytest
 
-from tritonemu.__main__ import _parser, main
-from tritonemu.settings import OPTIONS
+from tritonemu.__main__ import main
 
 PROGRAM = """
 import sys
@@ -236,41 +234,6 @@ def test_a_message_names_flags_of_the_command(program, capsys):
     assert main([f"{program}:masked"]) == 1
     assert "allow it with --masked zero" in capsys.readouterr().err
     assert main(["--masked", "zero", f"{program}:masked"]) == 0
-
-
-@pytest.mark.parametrize(
-    "table, flags, status, said",
-    [
-        ("", (), 1, "UndefinedValue"),
-        ('masked = "zero"', (), 0, "nothing found under the modelled and 4 random"),
-        ('masked = "zero"\nschedules = 1', (), 0, "the modelled and 1 random"),
-        ('masked = "zero"', ("--masked", "nan"), 1, "UndefinedValue"),
-        ("strict = false\nmasked = 'zero'", (), 0, "nothing found"),
-        ("masked = 'none'", (), 2, "invalid choice: 'none'"),
-        ("mask = 'zero'", (), 2, "must be among arch, .*, search, schedules, got 'mask'"),
-        ("masked = [1]", (), 2, "masked in .*pyproject.toml must be a string, integer or bool"),
-        ("masked = ", (), 2, "pyproject.toml must be TOML"),
-    ],
-)
-def test_a_project_sets_options(table, flags, status, said, tmp_path, capsys):
-    """They come from the nearest pyproject.toml that has the table."""
-    folder = tmp_path / "kernels"
-    folder.mkdir()
-    (folder / "program.py").write_text(PROGRAM)
-    (folder / "pyproject.toml").write_text("[tool.other]\nmasked = 3\n")
-    (tmp_path / "pyproject.toml").write_text(f"[tool.tritonemu]\n{table}\n")
-    target = f"{folder / 'program.py'}:masked"
-    try:
-        ended = main([*flags, target])
-    except SystemExit as error:
-        ended = error.code
-    assert ended == status
-    printed = capsys.readouterr()
-    assert re.search(said, printed.out + printed.err)
-
-
-def test_every_setting_is_an_option():
-    assert set(OPTIONS) < {name.replace("_", "-") for name in vars(_parser().parse_args(["x"]))}
 
 
 BENCHMARKED = """

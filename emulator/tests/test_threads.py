@@ -375,11 +375,6 @@ def test_the_command_and_a_project_let_it_pass(program, capsys):
     assert main([target]) == 1
     assert "or allow it with --allow-unguarded" in capsys.readouterr().err
     assert main(["--allow-unguarded", target]) == 0
-    (program.parent / "pyproject.toml").write_text("[tool.tritonemu]\nallow-unguarded = true\n")
-    assert main([target]) == 0
-    settings = program.parent / "pyproject.toml"
-    settings.write_text("[tool.tritonemu]\nallow-unguarded = false\n")
-    assert main([target]) == 1
 
 
 def test_a_program_under_another_name_is_judged_alike(program, monkeypatch, capsys):

@@ -7,8 +7,7 @@ kernel that is launched as `kernel[grid](...)` runs under the modelled schedule 
 run once for each, and prints the first time. There seems to be a GPU (`--arch`), whose tensors
 lie on the CPU. `--svg` and `--html` keep a timeline: of the launch with the finding,
 or else of the first. `--json` writes what was found and what was covered (its fields: docs/api.md).
-Options stand before FILE.py; what follows it belongs to the program. `[tool.tritonemu]` of
-pyproject.toml sets options for a project.
+Options stand before FILE.py; what follows it belongs to the program.
 
 The exit status is 0 if nothing was found, 1 after a finding (also if the program itself fails under
 some schedule, and not under the modelled one), 2 for a wrong command line, 3 if the program could
@@ -36,10 +35,11 @@ from typing import Any, NoReturn
 import torch
 import triton
 
-from . import EmulatorError, Report, Unsupported, WrongResult, fake_gpu, gpu, processes, settings
+from . import EmulatorError, Report, Unsupported, WrongResult, fake_gpu, gpu, processes
 from .errors import COMMAND, flags
 from .launch_hooks import current_reports
 from .messages import page
+from .options import JUDGED, keywords, positive, repeated
 from .orders import order_of
 from .sarif import as_sarif
 from .search import KINDS, Search
@@ -161,7 +161,7 @@ def _save(path: str | None, value: Any) -> None:
 
 
 def _command(options: argparse.Namespace, schedule: str) -> str:
-    command = ["python", "-m", "tritonemu", *settings.repeated(options, always=["arch"])]
+    command = ["python", "-m", "tritonemu", *repeated(options, always=["arch"])]
     return shlex.join([*command, "--schedule", schedule, options.target, *options.arguments])
 
 
@@ -212,9 +212,9 @@ def _parser() -> _Parser:
     add("--each", action="store_true", help=many)
     add("--search", choices=KINDS, default="random", help="(default random)")
     several = "to search (default 4 random, at most 1000 exhaustive)"
-    add("--schedules", type=settings.positive, metavar="N", help=several)
+    add("--schedules", type=positive, metavar="N", help=several)
     add("--schedule", type=_schedule, metavar="NAME", help="this one only")
-    for name, how in settings.JUDGED.items():
+    for name, how in JUDGED.items():
         add(f"--{name}", **how)
     add("--timeout", type=_seconds, metavar="SECONDS", help="end then, with exit status 4")
     add("--json", metavar="FILE", help="write what was found, for machines")
@@ -231,8 +231,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     target, rest = options.target, options.arguments
     try:
         path, name = split(target)
-        arguments = [*settings.flags(Path(path).parent), *arguments]
-    except (argparse.ArgumentTypeError, ValueError) as error:
+    except argparse.ArgumentTypeError as error:
         parser.error(str(error))
     if name is not None:
         arguments = [*arguments[: len(arguments) - len(rest) - 1], *rest, target]
@@ -315,7 +314,7 @@ def _check(options: argparse.Namespace) -> int:
             raise WrongResult(message, ("", 0), report=report)
 
     try:
-        verdict = check(program, search=search, trace=draws, **settings.keywords(options))
+        verdict = check(program, search=search, trace=draws, **keywords(options))
     except _NotChecked as failed:
         print(f"{failed}\n  {_command(options, str(search.order))}", file=sys.stderr)
         return UNCHECKED

@@ -14,7 +14,7 @@ import sys
 
 import pytest
 
-from . import Unsupported, enabled, fake_gpu, settings
+from . import Unsupported, enabled, fake_gpu, options
 from .errors import PYTEST, flags
 from .messages import Remarks, tested
 
@@ -28,18 +28,10 @@ def pytest_addoption(parser):
     group.addoption("--fake-gpu", action="store_true", help="run all tests without a GPU")
     several = {"type": int, "metavar": "N", "default": _SCHEDULES}
     several["help"] = f"random schedules for each test (default {_SCHEDULES})"
-    for name, how in {"schedules": several, **settings.JUDGED}.items():
+    for name, how in {"schedules": several, **options.JUDGED}.items():
         group.addoption(f"{PYTEST}{name}", **how)
     unknown = "skip tests whose kernels use an operation that the emulator does not know"
     group.addoption("--skip-unsupported", action="store_true", help=unknown)
-
-
-def pytest_load_initial_conftests(early_config, args):
-    known = ("schedules", *settings.JUDGED)
-    try:
-        args[:] = [*settings.flags(early_config.rootpath, PYTEST, known), *args]
-    except ValueError as error:
-        raise pytest.UsageError(str(error)) from None
 
 
 def _command(config):
@@ -47,14 +39,14 @@ def _command(config):
     command = ["pytest", "-p", __name__, *["--fake-gpu"] * config.option.fake_gpu]
     if config.option.emulated_schedules != _SCHEDULES:
         command += [f"{PYTEST}schedules", str(config.option.emulated_schedules)]
-    command += settings.repeated(config.option, PYTEST)
+    command += options.repeated(config.option, PYTEST)
     folder = os.path.relpath(config.rootpath, config.invocation_params.dir)
     return f"{shlex.join(command)} {'' if folder == '.' else shlex.quote(folder + os.sep)}"
 
 
 @contextlib.contextmanager
 def _emulated(config, schedule):
-    how = settings.keywords(config.option, PYTEST)
+    how = options.keywords(config.option, PYTEST)
     gpu = fake_gpu(how["arch"], multiprocessors=how["multiprocessors"])
     with flags(PYTEST, _command(config)), gpu, enabled(**how, schedule=schedule) as reports:
         yield reports

@@ -1,29 +1,12 @@
-"""Options that decide what a launch does and what is judged: of the command, pytest and projects.
-
-A project sets them once, in `[tool.tritonemu]` of its pyproject.toml:
-
-    [tool.tritonemu]
-    masked = "zero"
-    allow-uninitialized = true
-
-A key is the name of an option of the command; the command line comes after it and wins. The pytest
-plugin takes those that it has. The file is the nearest one above that has the table.
-"""
+"""Options that decide what a launch does and what is judged: of the command and of pytest."""
 
 import argparse
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from .execution import BOUNDS
 from .gpu import ARCHITECTURES, FAKE_MULTIPROCESSORS
 from .undefined import MODES
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 def positive(text: str) -> int:
@@ -60,8 +43,6 @@ JUDGED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Options of `enabled` by their names, as `argparse` and pytest define them."""
 
-OPTIONS = (*JUDGED, "search", "schedules")
-
 
 def _values(options: argparse.Namespace, begin: str) -> dict[str, Any]:
     names = {name: f"{begin}{name}".removeprefix("--").replace("-", "_") for name in JUDGED}
@@ -89,36 +70,3 @@ def repeated(
         if name in always or value != JUDGED[name]["default"]:
             words += [f"{begin}{name}"] if value is True else [f"{begin}{name}", str(value)]
     return words
-
-
-def flags(start: str | Path, begin: str = "--", known: Iterable[str] = OPTIONS) -> list[str]:
-    """Read the settings of this folder as flags with this prefix, without those not in `known`.
-
-    Raises ValueError if the file is no TOML, the table none, or a key or a value not possible.
-    """
-    path, table = _table(Path(start).resolve())
-    if not isinstance(table, dict):
-        raise ValueError(f"tool.tritonemu of {path} must be a table, got {table!r}")
-    arguments: list[str] = []
-    for key, value in table.items():
-        name, where = key.replace("_", "-"), f"in [tool.tritonemu] of {path}"
-        if name not in OPTIONS:
-            raise ValueError(f"keys {where} must be among {', '.join(OPTIONS)}, got {key!r}")
-        if not isinstance(value, str | int):
-            raise ValueError(f"{key} {where} must be a string, integer or bool, got {value!r}")
-        if name in known and value is not False:
-            arguments.append(f"{begin}{name}" if value is True else f"{begin}{name}={value}")
-    return arguments
-
-
-def _table(folder: Path) -> tuple[Path | None, object]:
-    for path in (each / "pyproject.toml" for each in (folder, *folder.parents)):
-        if not path.is_file():
-            continue
-        try:
-            tools = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {})
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} must be TOML: {error}") from None
-        if "tritonemu" in tools:
-            return path, tools["tritonemu"]
-    return None, {}
