@@ -137,7 +137,10 @@ def execute(
             compile_launch(kernel, arch, bound.arguments, options)
         with torch.no_grad():
             if getattr(kernel, "is_gluon", bool)():
-                _begin_gluon(launch, options.get("num_ctas") or 1)
+                if not has_gluon():
+                    known = "the Gluon of this Triton; the emulator knows that of 3.9"
+                    raise Unsupported(known, ("", 0))
+                launch.partition_fences, launch.num_ctas = True, options.get("num_ctas") or 1
                 ask_front_end(kernel, arch, bound.arguments, options)
                 module = cache(lambda: allocated(asm(), arch))
                 launch.placed = cache(lambda: places(module()))
@@ -199,12 +202,6 @@ def _check_launch(launch: Launch, num_ctas: int, arguments: dict[str, Any]) -> N
         if not holds:
             received = f"grid {launch.grid}, num_warps={warps}, num_ctas={num_ctas}"
             raise error(f"{rule}, got {received}", ("", 0))
-
-
-def _begin_gluon(launch: Launch, num_ctas: int) -> None:
-    if not has_gluon():
-        raise Unsupported("the Gluon of this Triton; the emulator knows that of 3.9", ("", 0))
-    launch.partition_fences, launch.num_ctas = True, num_ctas
 
 
 def _end(role: Role) -> None:

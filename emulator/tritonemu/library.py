@@ -35,13 +35,8 @@ def _number(bits: torch.Tensor) -> torch.Tensor:
     return (bits << torch.arange(bits.shape[-1]).to(bits.dtype)).sum(-1).to(bits.dtype)
 
 
-def _leading_zeros(x: torch.Tensor) -> torch.Tensor:
-    return (_bits(x).flip(-1).cumsum(-1) == 0).sum(-1)
-
-
-def _first_set(x: torch.Tensor) -> torch.Tensor:
-    zeros = (_bits(x).cumsum(-1) == 0).sum(-1)
-    return torch.where(x == 0, 0, zeros + 1)
+def _zeros_before_one(bits: torch.Tensor) -> torch.Tensor:
+    return (bits.cumsum(-1) == 0).sum(-1)
 
 
 def _byte_perm(x: torch.Tensor, y: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
@@ -92,12 +87,13 @@ _SAME = (
     *("atan", "asin", "acos", "log", "log10", "log1p", "acosh", "asinh", "atanh", "expm1", "hypot"),
     *("erf", "erfinv", "erfc", "lgamma", "ldexp", "fmod"),
 )
+_FAST = ("sin", "cos", "tan", "log", "log2", "log10", "exp")
 _FUNCTIONS: dict[str, Function] = {
     **{name: getattr(torch, name) for name in _SAME},
-    "clz": _leading_zeros,
+    "clz": lambda x: _zeros_before_one(_bits(x).flip(-1)),
     "popc": lambda x: _bits(x).sum(-1),
     "brev": lambda x: _number(_bits(x).flip(-1)),
-    "ffs": _first_set,
+    "ffs": lambda x: torch.where(x == 0, 0, _zeros_before_one(_bits(x)) + 1),
     "byte_perm": _byte_perm,
     "mul24": lambda x, y: _low_24(x) * _low_24(y),
     "sad": lambda x, y, z: (x.to(torch.int64) - y.to(torch.int64)).abs() + z,
@@ -133,9 +129,7 @@ _FUNCTIONS: dict[str, Function] = {
     "fast_dividef": torch.div,
     "fast_exp10f": lambda x: torch.pow(10.0, x),
     "fast_powf": _power,
-    **{f"fast_{name}f": getattr(torch, name) for name in ("sin", "cos", "log2", "log", "exp")},
-    "fast_tanf": torch.tan,
-    "fast_log10f": torch.log10,
+    **{f"fast_{name}f": getattr(torch, name) for name in _FAST},
     "hiloint2double": lambda high, low: (
         (high.to(torch.int64) << 32) | (low.to(torch.int64) & 0xFFFFFFFF)
     ).view(torch.float64),

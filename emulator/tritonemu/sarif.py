@@ -24,17 +24,18 @@ def as_sarif(
     too. What several reports have in common stands once.
     """
     results: list[dict[str, Any]] = []
-    notes: list[dict[str, Any]] = []
+    remarks: dict[str, None] = {}
     for report in reports:
         findings = [_finding(report["found"], folder)] if report["found"] else []
         findings += [_allowed(each, folder) for each in report.get("allowed", ())]
         results += [each for each in findings if each not in results]
-        notifications = [_notification("note", note) for note in report.get("notes", ())]
-        notifications += [_not_judged(each, folder) for each in report.get("unjudged", ())]
-        missing = (unwrapped_line(**each) for each in report.get("unwrapped", ()))
-        notifications += [_notification("note", line) for line in missing]
-        notes += [each for each in notifications if each not in notes]
-    notes += [_notification("error", f"{program} was not checked") for program in unchecked]
+        remarks |= dict.fromkeys(report.get("notes", ()))
+        remarks |= {unjudged_line(**each): None for each in report.get("unjudged", ())}
+        remarks |= {unwrapped_line(**each): None for each in report.get("unwrapped", ())}
+    notifications = [{"level": "note", "message": {"text": text}} for text in remarks]
+    for program in unchecked:
+        text = f"{program} was not checked"
+        notifications.append({"level": "error", "message": {"text": text}})
     kinds = sorted({result["ruleId"] for result in results})
     driver = {
         "name": "tritonemu", "version": __version__, "rules": [*map(_rule, kinds)],
@@ -42,15 +43,11 @@ def as_sarif(
     run = {
         "tool": {"driver": driver},
         "invocations": [
-            {"executionSuccessful": not unchecked, "toolExecutionNotifications": notes}
+            {"executionSuccessful": not unchecked, "toolExecutionNotifications": notifications}
         ],
         "results": results,
     }
     return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
-
-
-def _notification(level: str, text: str) -> dict[str, Any]:
-    return {"level": level, "message": {"text": text}}
 
 
 def _rule(kind: str) -> dict[str, Any]:
@@ -82,11 +79,6 @@ def _allowed(each: dict[str, Any], folder: Path) -> dict[str, Any]:
         "locations": [_location(folder, each)],
         "suppressions": [{"kind": "inSource", "justification": each["reason"]}],
     }
-
-
-def _not_judged(each: dict[str, Any], folder: Path) -> dict[str, Any]:
-    warning = _notification("warning", unjudged_line(**each))
-    return warning | {"locations": [_location(folder, each)]}
 
 
 def _location(folder: Path, call: dict[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,5 @@
 """Searches: which orders to try, and what they have covered.
 
-    search = Search("exhaustive", schedules=1000)
-    for order in search:
-        run(kernel, grid, ..., schedule=order)
-    print(search)
-
 The first order is always the modelled one. "random" goes on with `schedules` seeds,
 "exhaustive" tries every interleaving, up to those that cannot differ, and stops after `schedules`.
 
@@ -25,7 +20,7 @@ kernel whose only synchronisation is mbarriers, used rightly, has one class of i
 
 An interleaving is one of steps, which end before operations on barriers and buffers, scalar
 atomics, and turns of `while`. A loop that waits for memory has no bound on its turns: such a search
-ends at `schedules`, or cuts executions that are far longer than the first, and is not exhausted.
+ends at `schedules`, and is not exhausted.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -157,14 +152,11 @@ class Execution(Choices):
     steps: the choices so far. useless: the first one at which all able threads sleep, or None.
     """
 
-    def __init__(
-        self, prefix: list[_Thread], sleep: dict[_Thread, list[_Note]], most: int, reduced: bool
-    ):
+    def __init__(self, prefix: list[_Thread], sleep: dict[_Thread, list[_Note]], reduced: bool):
         super().__init__()
-        self._prefix, self._sleep, self._most, self._reduced = prefix, sleep, most, reduced
+        self._prefix, self._sleep, self._reduced = prefix, sleep, reduced
         self.trace: list[_Step] = []
         self.useless: int | None = None
-        self.cut = False
         self._floor = 0
         self._enabled: dict[Any, list[int]] = {}
         self._notes: dict[Any, list[_Note]] = {}
@@ -191,8 +183,7 @@ class Execution(Choices):
             sleeping = self._sleep.items() if self._reduced else ()
             self._sleep = {t: n for t, n in sleeping if not _conflict(n, last)}
             awake = [thread for thread in of if thread not in self._sleep]
-            self.cut |= index > self._most
-            if self.useless is None and (not awake or self.cut):
+            if self.useless is None and not awake:
                 self.useless = index
             candidates = of if self.useless is not None else awake
             number = min(candidates, key=lambda thread: (self._turns[of[thread]], thread))
@@ -208,8 +199,6 @@ class Execution(Choices):
 class _Tree:
     """All executions, depth first. `reduced=False`: as if all steps depended on each other."""
 
-    FACTOR, MORE = 10, 1000
-
     def __init__(self, reduced: bool = True):
         self._reduced = reduced
         self._nodes: list[_Step] = []  # of the current execution
@@ -219,13 +208,9 @@ class _Tree:
     def executions(self, most: int) -> Iterator[Execution]:
         prefix: list[_Thread] | None = []
         sleep: dict[_Thread, list[_Note]] = {}
-        complete, longest = True, 2**62
         for _ in range(most):
-            order = Execution(prefix, sleep, longest, self._reduced)
+            order = Execution(prefix, sleep, self._reduced)
             yield order
-            if longest == 2**62:
-                longest = self.FACTOR * len(order.trace) + self.MORE
-            complete &= not order.cut
             if order.useless is None:
                 self.classes += 1
             else:
@@ -233,7 +218,7 @@ class _Tree:
             self._learn(order.trace[: order.useless], len(prefix))
             prefix, sleep = self._next()
             if prefix is None:
-                self.exhausted = complete
+                self.exhausted = True
                 return
 
     def _next(self) -> tuple[list[_Thread] | None, dict[_Thread, list[_Note]]]:

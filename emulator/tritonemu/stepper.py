@@ -62,13 +62,11 @@ def buffer_states(events: list[Event], barriers: BarrierStates) -> BufferStates:
 
 def _by_name(names: Iterable[str]) -> list[str]:
     """List each name once, k[0], k[1], ... together, in order of the first of them."""
-    groups: dict[str, dict[str, None]] = {}
-    for name in names:
-        groups.setdefault(re.sub(r"\d+", "", name), {})[name] = None
-    number = {
-        n: [int(d) for d in re.findall(r"\d+", n)] for group in groups.values() for n in group
-    }
-    return [name for group in groups.values() for name in sorted(group, key=number.get)]
+    names = list(dict.fromkeys(names))
+    arrays = [re.sub(r"\d+", "", name) for name in names]
+    numbers = [[int(digits) for digits in re.findall(r"\d+", name)] for name in names]
+    keys = [(arrays.index(array), of_name) for array, of_name in zip(arrays, numbers, strict=True)]
+    return [name for _, name in sorted(zip(keys, names, strict=True))]
 
 
 def _buffer_state(
