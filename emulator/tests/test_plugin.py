@@ -82,14 +82,15 @@ def test_without_the_option_the_fixture_alone_emulates(run):
 
 
 def test_every_test_is_emulated(run):
-    result = run("--fake-gpu", "--emulated-schedules", "1", "--skip-unsupported")
-    result.assert_outcomes(passed=4, failed=2, skipped=2)
+    result = run("--fake-gpu", "--emulated-schedules", "1")
+    result.assert_outcomes(passed=4, failed=4)
     result.stdout.fnmatch_lines(
         [
             "*test_sum?modelled-True? PASSED*",
             "*test_sum?0-False? FAILED*",
             ">*tl.store(sum_ptr, tl.load(sum_ptr) + part)",
             "E*Race: *nothing orders the two*",
+            "E*Unsupported: *",
         ]
     )
     assert "emulator/tritonemu/" not in result.stdout.str()

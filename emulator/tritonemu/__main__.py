@@ -27,10 +27,11 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 import triton
@@ -101,18 +102,6 @@ def load(path: str, name: str) -> Callable[[], object]:
         got = type(function).__name__ if hasattr(module, name) else "none"
         raise argparse.ArgumentTypeError(f"{path} must define a function {name!r}, got {got}")
     return function
-
-
-@contextlib.contextmanager
-def _as_program(path: str, arguments: list[str]) -> Iterator[None]:
-    """Set the command line and the import path of `python FILE.py ARGUMENT ...`."""
-    saved = sys.argv, sys.path[:]
-    sys.argv = [path, *arguments]
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = saved
 
 
 def summary(report: Report) -> str:
@@ -277,8 +266,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run_program(options: argparse.Namespace) -> int:
     """Run one program where there seems to be a GPU; return the exit status."""
+    folder, argv = Path(options.path).resolve().parent, [options.path, *options.arguments]
     device = fake_gpu(options.arch, multiprocessors=options.multiprocessors)
-    with device, _as_program(options.path, options.arguments), flags(COMMAND):
+    as_program = mock.patch.multiple(sys, argv=argv, path=[str(folder), *sys.path])
+    with device, as_program, flags(COMMAND):
         if options.timeout:
             _end_after(options.timeout, options.json)
         try:

@@ -46,10 +46,8 @@ if has_gluon():
     MODULES = {**MODULES, **GLUON_MODULES}
 
 # Launch options, as opposed to arguments of the kernel; most do not change its results.
-_LAUNCH_OPTIONS = frozenset(CUDAOptions.__dataclass_fields__) | {
-    "ctas_per_cga"
-}  # a plugin's, with TLX
-
+# "ctas_per_cga" is a plugin's, with TLX.
+_LAUNCH_OPTIONS = frozenset(CUDAOptions.__dataclass_fields__) | {"ctas_per_cga"}
 
 JUDGED, BOUNDS = ("error", "allow"), ("tensor", "storage")
 

@@ -35,10 +35,10 @@ try:
 except ImportError:  # Triton without Gluon
     _gluon = _hopper = None
 
-_NAMES = ("TensorDescriptor", "TensorDescriptorIm2Col")
+_OF_GLUON = ("TensorDescriptor", "TensorDescriptorIm2Col")
 HOST_DESCRIPTORS = (
     TensorDescriptor,
-    *(getattr(_hopper, name) for name in _NAMES if hasattr(_hopper, name)),
+    *(getattr(_hopper, name) for name in _OF_GLUON if hasattr(_hopper, name)),
 )
 
 
@@ -410,9 +410,7 @@ _DO_NOTHING = (
     *("init", "synchronize", "set_device", "set_stream", "empty_cache", "ipc_collect"),
     *("seed", "seed_all", "reset_peak_memory_stats"),
 )
-_USE_NOTHING = [
-    f"{most}memory_{kind}" for most in ("", "max_") for kind in ("allocated", "reserved")
-]
+_ARE_ZERO = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
 
 
 def _answers(arch: str, multiprocessors: int) -> dict[str, Any]:
@@ -434,8 +432,7 @@ def _answers(arch: str, multiprocessors: int) -> dict[str, Any]:
         "get_device_capability": constant((properties.major, properties.minor)),
         "get_arch_list": constant([arch]),
         "mem_get_info": constant((properties.total_memory, properties.total_memory)),
-        "current_stream": lambda *args: _Stream(),
-        "default_stream": lambda *args: _Stream(),
+        **dict.fromkeys(("current_stream", "default_stream"), lambda *args: _Stream()),
         "stream": lambda stream=None: contextlib.nullcontext(stream),
         "device": lambda device=None: contextlib.nullcontext(),
         "device_of": lambda tensor=None: contextlib.nullcontext(),
@@ -447,7 +444,7 @@ def _answers(arch: str, multiprocessors: int) -> dict[str, Any]:
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         **{name: constant(None) for name in _DO_NOTHING},
-        **{name: constant(0) for name in _USE_NOTHING},
+        **{name: constant(0) for name in _ARE_ZERO},
     }
 
 

@@ -147,11 +147,6 @@ def page(report: Any, error: EmulatorError | None = None) -> str:
     )
 
 
-def allowed_line(kind: str, file: str, line: int, reason: str, times: int) -> str:
-    often = "once" if times == 1 else f"{times} times"
-    return f"allowed: {kind} at {file}:{line}, found {often}: {reason}"
-
-
 def unjudged_line(file: str, line: int, question: str, times: int) -> str:
     return (
         f"could not judge {times} access{'es' * (times != 1)} at {file}:{line}: the compiled code "
@@ -209,7 +204,10 @@ class Remarks:
     def lines(self, after: Mapping[Any, str] | None = None) -> list[str]:
         """Format a line for each; after: texts to go on with, by note or key."""
         lines = {note: f"note: {note}" for note in self.notes}
-        lines |= {key: allowed_line(*key, times) for key, times in self.allowed.items()}
+        for (kind, file, line, reason), times in self.allowed.items():
+            often = "once" if times == 1 else f"{times} times"
+            text = f"allowed: {kind} at {file}:{line}, found {often}: {reason}"
+            lines[kind, file, line, reason] = text
         lines |= {key: unjudged_line(*key, times) for key, times in self.unjudged.items()}
         lines |= {key: unwrapped_line(*key, missing) for key, missing in self.unwrapped.items()}
         return [f"{line}{(after or {}).get(key, '')}" for key, line in lines.items()]

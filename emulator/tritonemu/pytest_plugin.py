@@ -14,7 +14,7 @@ import sys
 
 import pytest
 
-from . import Unsupported, enabled, fake_gpu, options
+from . import enabled, fake_gpu, options
 from .errors import PYTEST, flags
 from .messages import Remarks, tested
 
@@ -30,8 +30,6 @@ def pytest_addoption(parser):
     several["help"] = f"random schedules for each test (default {_SCHEDULES})"
     for name, how in {"schedules": several, **options.JUDGED}.items():
         group.addoption(f"{PYTEST}{name}", **how)
-    unknown = "skip tests whose kernels use an operation that the emulator does not know"
-    group.addoption("--skip-unsupported", action="store_true", help=unknown)
 
 
 def _command(config):
@@ -97,14 +95,3 @@ def _schedule(request):
 def emulated(_schedule):
     """Run the test without a GPU, its kernels emulated; yields the reports of their launches."""
     return _schedule
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = yield
-    unsupported = call.excinfo is not None and call.excinfo.errisinstance(Unsupported)
-    if unsupported and item.config.option.skip_unsupported:
-        report.outcome = "skipped"
-        error = call.excinfo.value
-        report.longrepr = (error.file, error.line, f"Skipped: {error.args[0]}")
-    return report

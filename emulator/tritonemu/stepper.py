@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from .timeline import Event, Timeline
 
@@ -107,28 +106,6 @@ def _excerpt(source: str, events: list[Event]) -> tuple[int, list[str]]:
     return first, "\n".join(lines[first - 1 : last]).rstrip().splitlines()
 
 
-def _variant(
-    events: list[Event], timeline: Timeline, source: str, outcome: str, wide: float, **span: float
-) -> dict[str, Any]:
-    """Build the data of one variant for the page: `events` are those of its CTA, `span` what is
-    drawn, `wide` the width of the second drawing."""
-    barriers = barrier_states(events)
-    cta = events[0].cta
-    first, lines = _excerpt(source, events)
-    return {
-        "lanes": timeline.lanes(cta),
-        "events": [asdict(event) for event in events],
-        "times": sorted({t for event in events for t in (event.start, event.end)}),
-        "barriers": barriers,
-        "buffers": buffer_states(events, barriers),
-        "svg": timeline.svg(cta, **span),
-        "wide": timeline.svg(cta, **span, width=wide),
-        "first": first,
-        "lines": lines,
-        "outcome": outcome,
-    }
-
-
 def interactive(
     timelines: dict[str, Timeline],
     sources: dict[str, str],
@@ -153,11 +130,22 @@ def interactive(
     start, end = min(e.start for e in every), max(e.end for e in every)
     long = sorted(e.end - e.start for e in every if e.end > e.start) or [1.0]
     wide = round(min(max(40 * (end - start) / long[len(long) // 2], 1160), 5000))
-    drawn = {"wide": wide, "start": start, "end": end}
-    data = {
-        name: _variant(events[name], timeline, sources[name], outcomes[name], **drawn)
-        for name, timeline in timelines.items()
-    }
+    data = {}
+    for name, timeline in timelines.items():
+        barriers = barrier_states(events[name])
+        first, lines = _excerpt(sources[name], events[name])
+        data[name] = {
+            "lanes": timeline.lanes(cta),
+            "events": [asdict(event) for event in events[name]],
+            "times": sorted({t for event in events[name] for t in (event.start, event.end)}),
+            "barriers": barriers,
+            "buffers": buffer_states(events[name], barriers),
+            "svg": timeline.svg(cta, start=start, end=end),
+            "wide": timeline.svg(cta, start=start, end=end, width=wide),
+            "first": first,
+            "lines": lines,
+            "outcome": outcomes[name],
+        }
     parts = {"TITLE": html.escape(title), "DATA": json.dumps(data).replace("<", "\\u003c")}
     template = Path(__file__).with_name("pipeline.html").read_text(encoding="utf-8")
     return re.sub("__(TITLE|DATA)__", lambda match: parts[match[1]], template)

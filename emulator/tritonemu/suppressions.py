@@ -70,9 +70,7 @@ def _reason(kind: str, location: Location) -> str | None:
     for text in (linecache.getline(file, line), above if above.startswith("#") else ""):
         try:
             kinds, reason = parse(text) or ((), "")
-        except (
-            ValueError
-        ):  # outside of the kernel, as where memory is made; `check` tells of others
+        except ValueError:  # outside of the kernel, where memory is made; `check` tells of others
             continue
         if kind in kinds:
             return reason

@@ -9,18 +9,30 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+_STRIPES = '<path d="M-2 2l4-4M0 8l8-8M6 10l4-4"/>'
+
+
+class Kind(NamedTuple):
+    """A kind of events: its word in the legend, and its fill, hatched for readers who cannot tell
+    colours. Contrast of the fills: at least 4.5 with their white labels, 3.5 with a dark page."""
+
+    word: str
+    colour: str
+    hatch: str = ""
+
 
 KINDS = {
-    "compute": "compute",
-    "mma": "MMA",
-    "copy": "TMA load",
-    "store": "TMA store",
-    "read": "read a buffer",
-    "write": "write a buffer",
-    "wait": "wait",
-    "arrive": "arrive",
+    "compute": Kind("compute", "#007a63"),
+    "mma": Kind("MMA", "#c24a00", '<circle cx="2" cy="2" r="1"/><circle cx="6" cy="6" r="1"/>'),
+    "copy": Kind("TMA load", "#1a73b8", _STRIPES),
+    "store": Kind("TMA store", "#7257d0", '<path d="M-2 6l4 4M0 0l8 8M6-2l4 4"/>'),
+    "read": Kind("read a buffer", "#7d6b00", '<path d="M0 2h8M0 6h8"/>'),
+    "write": Kind("write a buffer", "#b04488", '<path d="M2 0v8M6 0v8"/>'),
+    "wait": Kind("wait", "#787878", _STRIPES),
+    "arrive": Kind("arrive", "#6b6b6b"),
 }
-"""Kinds of events and their words in the legend."""
 
 ENGINES = ("TMA", "tensor core")
 """Lanes that are no role, drawn below the roles in this order."""
@@ -102,13 +114,9 @@ class Timeline:
         return roles + [lane for lane in ENGINES if lane in names]
 
     def svg(
-        self,
-        cta: int = 0,
-        *,
-        start: float | None = None,
-        end: float | None = None,
+        self, cta: int = 0, *, start: float | None = None, end: float | None = None,
         width: float = 720,
-    ) -> str:
+    ) -> str:  # fmt: skip
         """Draw one CTA: a row per role, then TMA and tensor core, and barrier arrows.
 
         start, end: cycles to show, everything by default. width: in pixels, of the whole figure.
@@ -165,7 +173,7 @@ class _Box:
         lines = self.lines or [0]
         where = f"line {lines[0]}" if len(lines) == 1 else f"lines {lines[0]} to {lines[-1]}"
         cycles = f"cycles {_number(self.start)} to {_number(self.end)}"
-        return f"{', '.join(self.names) or KINDS[self.kind]}: {cycles}, {where}"
+        return f"{', '.join(self.names) or KINDS[self.kind].word}: {cycles}, {where}"
 
 
 def _boxes(events: Iterable[Event], gap: float) -> list[_Box]:
@@ -202,20 +210,6 @@ def _row_at(boxes: Iterable[_Box], time: float, line: int = 0) -> int:
     return nearest.row if nearest else 0
 
 
-# Contrast of the fills: at least 4.5 with their white labels, 3.5 with a dark page.
-_COLOURS = {
-    **{"compute": "#007a63", "mma": "#c24a00", "copy": "#1a73b8", "store": "#7257d0"},
-    **{"read": "#7d6b00", "write": "#b04488", "wait": "#787878", "arrive": "#6b6b6b"},
-}
-_STRIPES = '<path d="M-2 2l4-4M0 8l8-8M6 10l4-4"/>'
-_HATCHES = {
-    "mma": '<circle cx="2" cy="2" r="1"/><circle cx="6" cy="6" r="1"/>',
-    "copy": _STRIPES,
-    "store": '<path d="M-2 6l4 4M0 0l8 8M6-2l4 4"/>',
-    "read": '<path d="M0 2h8M0 6h8"/>',
-    "write": '<path d="M2 0v8M6 0v8"/>',
-    "wait": _STRIPES,
-}
 # An image cannot see the theme of its page: mid-grey there, the colour of the text when inlined.
 _STYLE = """
 .gdpa-timeline text { font: 11.5px "DejaVu Sans", Verdana, system-ui, sans-serif; fill: #787878 }
@@ -254,30 +248,32 @@ def _text(text: str) -> str:
 
 
 def _pattern(kind: str) -> str:
-    """Draw the fill of a kind: its colour, and a hatch for readers who cannot tell colours."""
-    ground, ink, strength = f'<rect width="8" height="8" fill="{_COLOURS[kind]}"/>', "#fff", 0.3
+    """Draw the fill of a kind, hatched in white, or for a wait the hatch alone."""
+    _, colour, hatch = KINDS[kind]
+    ground, ink, strength = f'<rect width="8" height="8" fill="{colour}"/>', "#fff", 0.3
     if kind == "wait":
-        ground, ink, strength = "", _COLOURS[kind], 0.38
+        ground, ink, strength = "", colour, 0.38
     fill = ink if kind == "mma" else "none"
     return (
         f'<pattern id="gdpa-{kind}" width="8" height="8" patternUnits="userSpaceOnUse">{ground}'
-        f'<g stroke="{ink}" stroke-width=".8" opacity="{strength}" fill="{fill}">{_HATCHES[kind]}'
+        f'<g stroke="{ink}" stroke-width=".8" opacity="{strength}" fill="{fill}">{hatch}'
         f"</g></pattern>"
     )
 
 
 def _shape(kind: str, x: float, y: float, width: float, height: float) -> str:
     """Draw a box of a kind; an arrival that takes no time is a pin."""
+    _, colour, hatch = KINDS[kind]
     if kind == "arrive" and width < 5:
         return (
-            f'<path d="M{x:.1f} {y - 4:.1f}v{height + 4:.1f}" stroke="{_COLOURS[kind]}" '
+            f'<path d="M{x:.1f} {y - 4:.1f}v{height + 4:.1f}" stroke="{colour}" '
             f'stroke-width="2"/><circle cx="{x:.1f}" cy="{y - 4:.1f}" r="3.4" '
-            f'fill="{_COLOURS[kind]}"/>'
+            f'fill="{colour}"/>'
         )
-    fill = f"url(#gdpa-{kind})" if kind in _HATCHES else _COLOURS[kind]
+    fill = f"url(#gdpa-{kind})" if hatch else colour
     return (
         f'<rect x="{x + 0.8:.1f}" y="{y + 1:.1f}" width="{max(width - 1.6, 0.4):.1f}" '
-        f'height="{height - 2:.1f}" rx="2" fill="{fill}" stroke="{_COLOURS[kind]}"/>'
+        f'height="{height - 2:.1f}" rx="2" fill="{fill}" stroke="{colour}"/>'
     )
 
 
@@ -357,13 +353,13 @@ class _Figure:
         described = [
             f"{self.name}, modelled cycles {_number(self.left)} to {_number(self.right)}.",
             f"Lanes: {', '.join(self.label(*lane) for lane in self.boxes)}.",
-            f"Boxes: {', '.join(f'{count[kind]} {KINDS[kind]}' for kind in kinds)}.",
+            f"Boxes: {', '.join(f'{count[kind]} {KINDS[kind].word}' for kind in kinds)}.",
             f"{len(self.arrows)} arrows from an arrival to a wait.",
             *(f"{number}: {mark}." for number, mark in enumerate(self.marks, 1)),
         ]
         if self.marks and self.missing:
             described.append(f"{self.missing[0].upper()}{self.missing[1:]}.")
-        patterns = "".join(_pattern(kind) for kind in kinds if kind in _HATCHES)
+        patterns = "".join(_pattern(kind) for kind in kinds if KINDS[kind].hatch)
         lines = [
             f'<svg xmlns="http://www.w3.org/2000/svg" class="gdpa-timeline" role="img" '
             f'width="{self.width:g}" height="{y + 8:g}" viewBox="0 0 {self.width:g} {y + 8:g}" '
@@ -417,7 +413,7 @@ class _Figure:
         if label:
             label = (
                 f'<text class="label" x="{(left + right) / 2:.1f}" y="{top + 17:.1f}" '
-                f'stroke="{_COLOURS[box.kind]}">{_text(label)}</text>'
+                f'stroke="{KINDS[box.kind].colour}">{_text(label)}</text>'
             )
         return (
             f'<g class="{box.kind}"><title>{_text(str(box))}</title>'
@@ -486,7 +482,7 @@ class _Figure:
     def _draw_legend(self, kinds: list[str], y: float, width: float) -> tuple[list[str], float]:
         """Draw swatches and words in lines of `width`, the first at y; return the y of the last."""
         entries, x = [], 0.0
-        words = [(kind, KINDS[kind]) for kind in kinds] + [("", _ARROW)] * bool(self.arrows)
+        words = [(kind, KINDS[kind].word) for kind in kinds] + [("", _ARROW)] * bool(self.arrows)
         for kind, word in words:
             advance = 40 + _CHAR * len(word)
             if x and x + advance > width:

@@ -1,9 +1,4 @@
-"""Checks a call: one check, one verdict.
-
-verdict = check(kernel, (8,), x, y, n, BLOCK=128)
-print(verdict)
-assert verdict.clean and not verdict.unjudged and not verdict.unwrapped
-"""
+"""Checks a call: one check, one verdict."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

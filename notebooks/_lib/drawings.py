@@ -368,7 +368,7 @@ def timelines(lines: Mapping[str, Timeline], *, core_alone: bool = False) -> Fig
                      ha="right", annotation_clip=False)  # fmt: skip
         axes[-1, 0].set_xlabel("cycles (modelled)")
         axes[-1, 0].set_xlim(0, 1.02 * max(ends.values()))
-        looks = {KINDS[kind]: Rectangle((0, 0), 1, 1, color=SERIES[of])
+        looks = {KINDS[kind].word: Rectangle((0, 0), 1, 1, color=SERIES[of])
                  for kind, of in _BOXES.items()
                  if any(e.kind == kind for events in shown.values() for e in events)}  # fmt: skip
         looks["tensor core idle"] = Rectangle(
