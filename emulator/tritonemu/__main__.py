@@ -40,7 +40,7 @@ from . import EmulatorError, Report, Unsupported, WrongResult, fake_gpu, gpu, pr
 from .errors import COMMAND, flags
 from .launch_hooks import current_reports
 from .messages import page
-from .options import JUDGED, keywords, positive, repeated
+from .options import add_options, keywords, positive, repeated
 from .orders import order_of
 from .sarif import as_sarif
 from .search import KINDS, Search
@@ -104,38 +104,33 @@ def load(path: str, name: str) -> Callable[[], object]:
     return function
 
 
-def summary(report: Report) -> str:
-    lines = [
-        f"{report.programs} CTAs on {report.arch}: {report.dots} MMAs, "
-        f"{report.bytes_loaded} bytes loaded, {report.bytes_stored} stored"
-    ]
-    if report.warps:
-        roles = ", ".join(f"{role} {warps}" for role, warps in report.warps.items())
-        memory = f"{report.shared_bytes} bytes, tensor memory {report.tensor_columns} columns"
-        lines.append(f"  warps: {roles}; shared memory {memory}, {report.barriers} mbarriers")
-    checks = ", ".join(f"{kind} {count}" for kind, count in report.checks.items() if count)
-    lines.append(f"  checked: {checks}")
-    return "\n".join(lines)
-
-
-def _summaries(verdict: Verdict) -> str:
+def _summary(verdict: Verdict) -> str:
     """Summarize the first launch of each kernel, with its name if there are others; and remarks."""
     kernels: dict[str, list[Report]] = {}
     for report in verdict.reports:
         kernels.setdefault(report.kernel, []).append(report)
     lines = []
-    for name, launches in kernels.items():
+    for name, (report, *others) in kernels.items():
         if len(verdict.reports) > 1:
-            times = f", the first of {len(launches)} launches" if len(launches) > 1 else ""
+            times = f", the first of {1 + len(others)} launches" if others else ""
             lines.append(f"{name}{times}:")
-        lines.append(summary(launches[0]))
+        lines.append(
+            f"{report.programs} CTAs on {report.arch}: {report.dots} MMAs, "
+            f"{report.bytes_loaded} bytes loaded, {report.bytes_stored} stored"
+        )
+        if report.warps:
+            roles = ", ".join(f"{role} {warps}" for role, warps in report.warps.items())
+            memory = f"{report.shared_bytes} bytes, tensor memory {report.tensor_columns} columns"
+            lines.append(f"  warps: {roles}; shared memory {memory}, {report.barriers} mbarriers")
+        checks = ", ".join(f"{kind} {count}" for kind, count in report.checks.items() if count)
+        lines.append(f"  checked: {checks}")
     return "\n".join([*lines, *verdict.lines()])
 
 
 def _draw(options: argparse.Namespace, report: Report | None, error: EmulatorError | None) -> None:
     """Write the requested pictures of a launch, which may have ended with a finding."""
     timeline = report.timeline if report else None
-    if timeline is None or not (timeline.events or timeline.marks):
+    if timeline is None or not timeline.events:
         print("tritonemu: nothing is drawn of a launch that did nothing", file=sys.stderr)
         return
     if options.svg:
@@ -203,8 +198,7 @@ def _parser() -> _Parser:
     several = "to search (default 4 random, at most 1000 exhaustive)"
     add("--schedules", type=positive, metavar="N", help=several)
     add("--schedule", type=_schedule, metavar="NAME", help="this one only")
-    for name, how in JUDGED.items():
-        add(f"--{name}", **how)
+    add_options(add)
     add("--timeout", type=_seconds, metavar="SECONDS", help="end then, with exit status 4")
     add("--json", metavar="FILE", help="write what was found, for machines")
     add("--sarif", metavar="FILE", help="write what was found, for code hosts")
@@ -317,7 +311,7 @@ def _check(options: argparse.Namespace) -> int:
     else:
         count = sum(verdict.unjudged.values())
         said = f"nothing found under {search}{f'; {count} not judged' * bool(count)}"
-        print(f"{said}\n{_summaries(verdict)}")
+        print(f"{said}\n{_summary(verdict)}")
     if draws:
         _draw(options, report, error)
     written = verdict.as_json(replay)

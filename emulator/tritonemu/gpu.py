@@ -214,8 +214,7 @@ def _compile(model: Any = None, **options: Any) -> Any:
     return model if model is not None else lambda function: function
 
 
-def _no_report(self: Any, *args: Any, **kwargs: Any) -> None:
-    print("tritonemu: a triton.testing benchmark is skipped")
+_SKIPPED = "tritonemu: a triton.testing benchmark is skipped"
 
 
 def _reading(function: Callable) -> Callable:
@@ -432,7 +431,8 @@ def _answers(arch: str, multiprocessors: int) -> dict[str, Any]:
         "get_device_capability": constant((properties.major, properties.minor)),
         "get_arch_list": constant([arch]),
         "mem_get_info": constant((properties.total_memory, properties.total_memory)),
-        **dict.fromkeys(("current_stream", "default_stream"), lambda *args: _Stream()),
+        "current_stream": lambda *args: _Stream(),
+        "default_stream": lambda *args: _Stream(),
         "stream": lambda stream=None: contextlib.nullcontext(stream),
         "device": lambda device=None: contextlib.nullcontext(),
         "device_of": lambda tensor=None: contextlib.nullcontext(),
@@ -489,7 +489,7 @@ def fake_gpu(arch: str = "sm_90", *, multiprocessors: int = FAKE_MULTIPROCESSORS
         replace(torch, "compile", _compile)
         replace(triton.testing, "do_bench", _do_bench)
         replace(triton.testing, "do_bench_cudagraph", _do_bench)
-        replace(triton.testing.Mark, "run", _no_report)
+        replace(triton.testing.Mark, "run", lambda *args, **kwargs: print(_SKIPPED))
         replace(triton.testing, "nvsmi", _nvidia_smi)
         replace(torch.testing, "assert_close", _reading(torch.testing.assert_close))
         mode, backward = _CudaIsCpu(), torch.autograd.function.BackwardCFunction

@@ -128,22 +128,20 @@ def finding_as_json(error: EmulatorError, replay: str = "") -> dict[str, Any]:
     }
 
 
-def cta_of(error: EmulatorError) -> int:
-    """Choose the CTA whose timeline shows a finding: its last mark's, or the first traced."""
-    traced = {event.cta for event in error.report.timeline.events}
-    return next((mark.cta for mark in reversed(error.marks) if mark.cta in traced), min(traced))
-
-
 def page(report: Any, error: EmulatorError | None = None) -> str:
-    """Build a page that steps through a report's traced launch, up to a finding if any."""
+    """Build a page that steps through a report's traced launch, up to a finding if any: the CTA of
+    its last mark, or the first traced."""
     timeline, name = report.timeline, report.kernel
     source = Path(timeline.file).read_text(encoding="utf-8")
+    traced = {event.cta for event in timeline.events}
     return interactive(
         {name: timeline},
         {name: source},
         title=f"{type(error).__name__} in {name}" if error else name,
         outcomes={name: f"{error}\n{explain(error)}" if error else "The kernel ends."},
-        cta=cta_of(error) if error else min(event.cta for event in timeline.events),
+        cta=next(
+            (mark.cta for mark in reversed(timeline.marks) if mark.cta in traced), min(traced)
+        ),
     )
 
 

@@ -1,7 +1,7 @@
 """Options that decide what a launch does and what is judged: of the command and of pytest."""
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .execution import BOUNDS
@@ -17,17 +17,18 @@ def positive(text: str) -> int:
 
 
 _FLAG: dict[str, Any] = {"action": "store_true", "default": False}
+_ALLOW: dict[str, Any] = {"action": "store_const", "const": "allow", "default": "error"}
 JUDGED: dict[str, dict[str, Any]] = {
     "arch": {"choices": ARCHITECTURES, "default": "sm_90", "help": "of the GPU (default sm_90)"},
     "multiprocessors": {
         "type": positive, "metavar": "N", "default": FAKE_MULTIPROCESSORS,
         "help": f"of that GPU, for persistent programs (default {FAKE_MULTIPROCESSORS})",
     },
-    "all-configs": _FLAG | {
+    "all_configs": _FLAG | {
         "help": "run every configuration of an autotuned kernel, not the first that fits",
     },
-    "allow-uninitialized": _FLAG | {"help": "reads of unwritten memory yield NaN"},
-    "allow-unguarded": _FLAG | {"help": "warps of a program need no barrier of their own"},
+    "uninitialized": _ALLOW | {"help": "reads of unwritten memory yield NaN"},
+    "unguarded": _ALLOW | {"help": "warps of a program need no barrier of their own"},
     "compile": _FLAG | {"help": "compile each launch, too, and say what is refused"},
     "masked": {
         "choices": MODES, "default": "nan", "help": "lanes off without `other` (default nan)",
@@ -41,32 +42,33 @@ JUDGED: dict[str, dict[str, Any]] = {
         "type": positive, "metavar": "N", "default": 1, "help": "clusters that run together",
     },
 }  # fmt: skip
-"""Options of `enabled` by their names, as `argparse` and pytest define them."""
+"""Keywords of `enabled`, as argparse and pytest define them as options."""
 
 
-def _values(options: argparse.Namespace, begin: str) -> dict[str, Any]:
-    names = {name: f"{begin}{name}".removeprefix("--").replace("-", "_") for name in JUDGED}
-    return {name: getattr(options, attribute) for name, attribute in names.items()}
+def _flag(name: str, begin: str) -> str:
+    allow = "allow-" if JUDGED[name].get("const") == "allow" else ""
+    return f"{begin}{allow}{name.replace('_', '-')}"
+
+
+def add_options(add: Callable[..., Any], begin: str = "--") -> None:
+    """Define all as flags with this prefix."""
+    for name, how in JUDGED.items():
+        add(_flag(name, begin), **how)
 
 
 def keywords(options: argparse.Namespace, begin: str = "--") -> dict[str, Any]:
-    """Collect the keywords of `enabled` from parsed options, whose flags have this prefix."""
-    keywords = {}
-    for name, value in _values(options, begin).items():
-        if name.startswith("allow-"):
-            keywords[name.removeprefix("allow-")] = "allow" if value else "error"
-        else:
-            keywords[name.replace("-", "_")] = value
-    return keywords
+    """Collect the keywords of `enabled` from parsed options."""
+    attributes = {name: _flag(name, begin)[2:].replace("-", "_") for name in JUDGED}
+    return {name: getattr(options, attribute) for name, attribute in attributes.items()}
 
 
 def repeated(
     options: argparse.Namespace, begin: str = "--", always: Iterable[str] = ()
 ) -> list[str]:
-    """List the flags with this prefix that are not what they are by default, and those of
-    `always`."""
+    """List the flags of what is not as by default, and of `always`."""
     words = []
-    for name, value in _values(options, begin).items():
+    for name, value in keywords(options, begin).items():
         if name in always or value != JUDGED[name]["default"]:
-            words += [f"{begin}{name}"] if value is True else [f"{begin}{name}", str(value)]
+            words.append(_flag(name, begin))
+            words += [] if "action" in JUDGED[name] else [str(value)]
     return words

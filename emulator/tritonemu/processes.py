@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # Meanings of the command's exit status.
 _MEANINGS = {
@@ -26,15 +26,8 @@ _MEANINGS = {
 }
 
 
-def _fork(work: Callable[[], int]) -> int:
-    """Start a process that ends with the status that the work returns; return its id."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with warnings.catch_warnings():  # of threads of libraries, which nobody has used yet
-        warnings.simplefilter("ignore", DeprecationWarning)
-        process = os.fork()
-    if process:
-        return process
+def _end_with(work: Callable[[], int]) -> NoReturn:
+    """End this process, a fork, with the status that the work returns."""
     ended = 3
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -52,9 +45,15 @@ def _fork(work: Callable[[], int]) -> int:
 def run(command: Callable[[str, str], int], program: str) -> dict[str, Any]:
     """Run a command on one program; return its name, the exit status, and the report, None if there
     is none. The command takes the program, and the path where it writes the report."""
+    sys.stdout.flush()
+    sys.stderr.flush()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
-        process = _fork(lambda: command(program, str(path)))
+        with warnings.catch_warnings():  # of threads of libraries, which nobody has used yet
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process = os.fork()
+        if not process:
+            _end_with(lambda: command(program, str(path)))
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     return {"program": program, "status": status, "report": report}

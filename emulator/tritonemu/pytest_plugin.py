@@ -26,10 +26,10 @@ _FIRST = pytest.StashKey()  # of each the first test
 def pytest_addoption(parser):
     group = parser.getgroup("tritonemu", "Triton kernels in the emulator")
     group.addoption("--fake-gpu", action="store_true", help="run all tests without a GPU")
-    several = {"type": int, "metavar": "N", "default": _SCHEDULES}
-    several["help"] = f"random schedules for each test (default {_SCHEDULES})"
-    for name, how in {"schedules": several, **options.JUDGED}.items():
-        group.addoption(f"{PYTEST}{name}", **how)
+    several = f"random schedules for each test (default {_SCHEDULES})"
+    how = {"type": int, "metavar": "N", "default": _SCHEDULES, "help": several}
+    group.addoption(f"{PYTEST}schedules", **how)
+    options.add_options(group.addoption, PYTEST)
 
 
 def _command(config):

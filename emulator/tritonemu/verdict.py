@@ -1,7 +1,8 @@
 """Checks a call: one check, one verdict."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -84,7 +85,8 @@ def check(
     Stops at the first finding; other exceptions pass.
     """
     parts = Search() if search is None else search
-    parts = (parts,) if isinstance(parts, Search) else tuple(parts)
+    parts = [parts] if isinstance(parts, Search) else list(parts)
+    orders = ([order_of(part)] if isinstance(part, int | str) else part for part in parts)
     names = getattr(kernel, "arg_names", None)
     ours = (OPTIONS | {"multiprocessors", "all_configs"}) - set(names or ())
     keywords = {name: options.pop(name) for name in options.keys() - ours}
@@ -109,7 +111,7 @@ def check(
         return finding, reports, outputs
 
     verdict, first, tried = Verdict(), [], 0
-    for order in (each for part in parts for each in _orders(part)):
+    for order in chain.from_iterable(orders):
         finding, reports, outputs = launched(order, bool(trace))
         tried += 1
         if finding:
@@ -153,7 +155,3 @@ def _bytes(outputs: Any) -> list[torch.Tensor]:
     tensors = tensors_of([*outputs] if isinstance(outputs, Sequence) else [outputs])
     copies = (each.clone(memory_format=torch.contiguous_format) for each in tensors)
     return [each.reshape(-1).view(torch.uint8) for each in copies]
-
-
-def _orders(part: Search | Iterable[Order] | int | str) -> Iterator[Order]:
-    return iter((order_of(part),)) if isinstance(part, int | str) else iter(part)
