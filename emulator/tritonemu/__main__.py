@@ -62,13 +62,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
 
 
 def _schedule(text: str) -> str:
@@ -145,7 +142,7 @@ def _save(path: str | None, value: Any) -> None:
 
 
 def _command(options: argparse.Namespace, schedule: str) -> str:
-    command = ["python", "-m", "tritonemu", *repeated(options, always=["arch"])]
+    command = ["python", "-m", "tritonemu", *repeated(options, "--", "arch")]
     return shlex.join([*command, "--schedule", schedule, options.target, *options.arguments])
 
 
@@ -305,7 +302,6 @@ def _check(options: argparse.Namespace) -> int:
         return UNCHECKED
     error = verdict.finding
     replay = _command(options, error.schedule) if error else ""
-    report = error.report if error else verdict.reports[0]
     if error:
         print(f"{verdict}\n  {replay}", file=sys.stderr)
     else:
@@ -313,7 +309,7 @@ def _check(options: argparse.Namespace) -> int:
         said = f"nothing found under {search}{f'; {count} not judged' * bool(count)}"
         print(f"{said}\n{_summary(verdict)}")
     if draws:
-        _draw(options, report, error)
+        _draw(options, error.report if error else verdict.reports[0], error)
     written = verdict.as_json(replay)
     _save(options.json, written)
     if options.sarif:

@@ -21,7 +21,6 @@ REGISTERS = 65536
 # Named barriers that fbtriton 3.7.4 uses, and what for; `tasks` adds those of tasks.
 _COMPILERS_BARRIERS = {0: "the warps of the default task", 1: "the start and end of tasks"}
 
-
 CHECKS = ("bounds", "race", "descriptor", "shared", "barrier")
 
 

@@ -134,14 +134,13 @@ def page(report: Any, error: EmulatorError | None = None) -> str:
     timeline, name = report.timeline, report.kernel
     source = Path(timeline.file).read_text(encoding="utf-8")
     traced = {event.cta for event in timeline.events}
+    marked = [mark.cta for mark in timeline.marks if mark.cta in traced]
     return interactive(
         {name: timeline},
         {name: source},
         title=f"{type(error).__name__} in {name}" if error else name,
         outcomes={name: f"{error}\n{explain(error)}" if error else "The kernel ends."},
-        cta=next(
-            (mark.cta for mark in reversed(timeline.marks) if mark.cta in traced), min(traced)
-        ),
+        cta=marked[-1] if marked else min(traced),
     )
 
 

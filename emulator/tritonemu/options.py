@@ -1,7 +1,7 @@
 """Options that decide what a launch does and what is judged: of the command and of pytest."""
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from .execution import BOUNDS
@@ -62,9 +62,7 @@ def keywords(options: argparse.Namespace, begin: str = "--") -> dict[str, Any]:
     return {name: getattr(options, attribute) for name, attribute in attributes.items()}
 
 
-def repeated(
-    options: argparse.Namespace, begin: str = "--", always: Iterable[str] = ()
-) -> list[str]:
+def repeated(options: argparse.Namespace, begin: str = "--", *always: str) -> list[str]:
     """List the flags of what is not as by default, and of `always`."""
     words = []
     for name, value in keywords(options, begin).items():

@@ -37,9 +37,7 @@ def as_sarif(
         text = f"{program} was not checked"
         notifications.append({"level": "error", "message": {"text": text}})
     kinds = sorted({result["ruleId"] for result in results})
-    driver = {
-        "name": "tritonemu", "version": __version__, "rules": [*map(_rule, kinds)],
-    }  # fmt: skip
+    driver = {"name": "tritonemu", "version": __version__, "rules": [*map(_rule, kinds)]}
     run = {
         "tool": {"driver": driver},
         "invocations": [
