@@ -34,7 +34,7 @@ def init(mbarrier: Sharded, count: int) -> None:
     role, group, index = all_here("init"), free(mbarrier), mbarrier.view.offset
     initialisers = [(lane.index, lane.epoch) for lane in role.lanes]
     for lane in in_ctas():
-        clock, array = lane.release(), mbarrier.array(lane.cta.rank)
+        clock, array = lane.release(), mbarrier.barriers_of(lane.cta.rank)
         if lane.cta.rank & group:
             continue
         if index in array.live:
@@ -50,11 +50,11 @@ def invalidate(mbarrier: Sharded) -> None:
     for lane in in_ctas():
         if lane.cta.rank & free(mbarrier):
             continue
-        barrier = mbarrier.barrier(lane.cta.rank)
+        barrier = mbarrier.barrier_of(lane.cta.rank)
         if barrier.waiters:
             raise barrier.misuse(f"invalidated while {barrier.waiters[0][0].label} waits for it")
         barrier.finish()
-        del mbarrier.array(lane.cta.rank).live[mbarrier.view.offset]
+        del mbarrier.barriers_of(lane.cta.rank).live[mbarrier.view.offset]
 
 
 def _arrive(
@@ -68,7 +68,7 @@ def _arrive(
         if performed(pred) and not lane.cta.rank & sent:
             clock = lane.release() if num_bytes is None else lane.release_by_one("expect", location)
             for rank in others(lane.cta.rank, sent):
-                one = mbarrier.barrier(rank)
+                one = mbarrier.barrier_of(rank)
                 one.arrive(count, clock, lane.time, lane, location, num_bytes=num_bytes or 0)
 
 
@@ -86,7 +86,7 @@ def wait(mbarrier: Sharded, phase: Any, pred: Any = True, deps: Any = ()) -> Non
     for lane in in_ctas():
         point()
         if performed(pred) and not lane.cta.rank & free(mbarrier):
-            barrier = mbarrier.barrier(lane.cta.rank)
+            barrier = mbarrier.barrier_of(lane.cta.rank)
             if not barrier.passes(int(phase)):
                 all_here(f"a wait for {barrier.name}")
             barrier.wait(lane, phase)

@@ -40,7 +40,7 @@ def _loads(
     for lane in in_ctas() if performed(pred) else ():
         point()
         if not lane.cta.rank & several:
-            targets = [(rank, barrier.barrier(rank)) for rank in others(lane.cta.rank, several)]
+            targets = [(rank, barrier.barrier_of(rank)) for rank in others(lane.cta.rank, several)]
             yield lane, result.of(lane.cta).single(), targets
 
 
@@ -128,7 +128,7 @@ def mbarrier_arrive(mbarrier: Any, increment_count: bool = True) -> None:
     """
     location = current_location()
     for lane in in_ctas():
-        role, barrier = point(), mbarrier.barrier(lane.cta.rank)
+        role, barrier = point(), mbarrier.barrier_of(lane.cta.rank)
         threads, clock, end = 32 * role.warps, role.release_by_each(), role.time
         if increment_count:
             barrier.pending += threads
@@ -185,7 +185,7 @@ def try_cancel(result: Any, barrier: Any) -> None:
     blackwell_only("clc.try_cancel")
     point()
     role = all_here("try_cancel")
-    barriers = [barrier.barrier(lane.cta.rank) for lane in role.lanes]
+    barriers = [barrier.barrier_of(lane.cta.rank) for lane in role.lanes]
     copies.try_cancel(result.of(role.cta).single(), barriers)
 
 

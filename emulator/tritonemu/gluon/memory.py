@@ -233,7 +233,7 @@ class Sharded:
         layout = registers(self.shape)
         for lane in in_ctas():
             for box, view in self._parts(lane, layout.box(self.shape, lane.cta.rank)):
-                target = barrier.barrier(view.storage.cta.rank)
+                target = barrier.barrier_of(view.storage.cta.rank)
                 copies.store_shared(point(), view, cut(value, box), target)
 
     def _boxes(self, lane: Any, indices: Tile, axis: int) -> Iterator[tuple[Any, Any, View]]:
@@ -320,7 +320,7 @@ class Sharded:
         view = self.view.reinterpret(dtype or self.dtype, sharding.local(sizes))
         return Sharded(replace(view, layout=layout or self.layout), sharding)
 
-    def array(self, rank: int) -> Barriers:
+    def barriers_of(self, rank: int) -> Barriers:
         """Return the barriers of this CTA that it is one of; others may have them in common."""
         view = remote(self._whole().view, rank & ~self.sharding.free)
         storage, cta = view.storage, view.storage.cta
@@ -329,9 +329,9 @@ class Sharded:
             storage.array = Barriers(cta, serial, storage.num_bytes // 8, name)
         return storage.array
 
-    def barrier(self, rank: int) -> MBarrier:
+    def barrier_of(self, rank: int) -> MBarrier:
         """Return the mbarrier that `init` made for this CTA; raises BarrierMisuse before that."""
-        barrier, role = self.array(rank)[self.view.offset], current().role
+        barrier, role = self.barriers_of(rank)[self.view.offset], current().role
         index, epoch = barrier.initialisers[role.cta.rank]
         if role.clock.epochs.get(index, 0) < epoch:
             what = f"{barrier.name} is used, and nothing orders that after its init"

@@ -68,7 +68,7 @@ def _commit(lane: Role, mbarriers: Any, preds: Any, descs: Any) -> None:
     preds = tuple(preds) if preds else (True,) * len(mbarriers)
     for barrier, pred in zip(mbarriers, preds, strict=True):
         if performed(pred):
-            mma.commit(lane, [barrier.barrier(rank) for rank in ranks])
+            mma.commit(lane, [barrier.barrier_of(rank) for rank in ranks])
 
 
 def _issuing(name: str, pred: Any) -> Iterator[Role]:
