@@ -315,6 +315,17 @@ def invalidated(y, BUG: gl.constexpr):
 
 
 @gluon.jit
+def backwards(x, y, FIRST: gl.constexpr):
+    """y = x of 64, backwards, through shared memory of which nobody writes the rest."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    shared = gl.allocate_shared_memory(gl.float32, [128], S)
+    i = gl.arange(0, 64, L)
+    shared.scatter(gl.load(x + i), FIRST + 63 - i, axis=0)
+    gl.store(y + i, shared.gather(FIRST + i, axis=0))
+
+
+@gluon.jit
 def gathered(rows, source, target, BUG: gl.constexpr):
     """target[rows] = source[rows] of [64, 32], in two tiles of 32 rows, through one buffer."""
     L: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 4], [32, 1], [1, 4], [1, 0]))

@@ -151,7 +151,7 @@ def test_memory_that_is_used_later_is_not_dead(kernel):
 
 def test_a_copy_of_dead_memory_races_with_a_later_allocation():
     """Though a variable still names it."""
-    match = "which the compiler puts where {} was, as no operation comes that uses that"
+    match = "the compiler puts it where {} was, as no operation comes that uses that"
     found(Race, kernels.dead_memory, (1,), one_and_two, match.format("both"), BUG="no wait")
     found(Race, kernels.dead_in_loop, (1,), one_and_two, match.format("first"))
 
@@ -243,6 +243,15 @@ def test_programs_are_taken_over():
         found(error, kernel, (8,), lambda: [torch.zeros(8).int()], BUG=bug, **B200)
     message = "needs arch sm_100"
     refused(InvalidKernel, message, kernel, torch.zeros(8).int(), BUG="")
+
+
+def test_indices_name_what_is_used_of_shared_memory():
+    def make():
+        return [torch.arange(64.0), torch.zeros(64)]
+
+    everywhere(kernels.backwards, (1,), make, torch.arange(63.0, -1.0, -1.0), FIRST=32)
+    message = "an index of shared, which has 128"
+    refused(OutOfBounds, message, kernels.backwards, *make(), FIRST=96)
 
 
 def test_no_such_barrier():

@@ -40,7 +40,7 @@ from triton.experimental.gluon.nvidia.hopper import (  # noqa: E402
 from emulator.tests import gluon_ctas as kernels  # noqa: E402
 from emulator.tests import gluon_kernels  # noqa: E402
 from emulator.tests.gluon_mutants import enumerate_mutants  # noqa: E402
-from tritonemu.gluon import barriers  # noqa: E402
+from tritonemu.machine import sync  # noqa: E402
 
 PATH = Path(kernels.__file__)
 DTYPES = {
@@ -318,10 +318,8 @@ def test_mutants(name, number):
 
 def test_init_counts_for_every_cta_as_the_ptx_does(monkeypatch):
     counts = []
-    original = barriers.MBarrier
-    monkeypatch.setattr(
-        barriers, "MBarrier", lambda *args: counts.append(args[3]) or original(*args)
-    )
+    original = sync.MBarrier
+    monkeypatch.setattr(sync, "MBarrier", lambda *args: counts.append(args[3]) or original(*args))
     for name in ("pair_once", "pairs_of_four", "multicast_again"):
         make, _, options, _ = RIGHT[name]
         kernel, values = getattr(kernels, name), make()

@@ -27,7 +27,7 @@ the slots are filled by the stores of one role, to have waited for a later slot 
 copies complete in any order.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -77,8 +77,10 @@ class MBarrier:
     clock at the end of the last completed phase, which a role learns that passes a wait for it;
     previous: at the end of the phase before that one. observers: roles that passed a wait for the
     last completed phase, since when, where, and its spot. waiters: roles that wait, for which
-    parity, and where. use: what it did. key: what `search` knows it by. arrivals: of the last phase
-    that has any. location: where it was made.
+    parity, and where. use: what it did. key: what `search` knows it by: numbers of its CTA, of the
+    allocation in that, and its index there. arrivals: of the last phase that has any. location:
+    where it was made. initialisers: index and epoch of the role that initialised it, in every CTA
+    of a Gluon program: the compiler makes these wait for each other before they use it.
     """
 
     scheduler: Scheduler
@@ -95,9 +97,10 @@ class MBarrier:
     observers: dict[Role, tuple[int, Location, Spot]] = field(default_factory=dict)
     waiters: list[tuple[Role, int, Location]] = field(default_factory=list)
     use: BarrierUse = field(init=False)
-    key: Hashable = None
+    key: tuple[int, int, int] = ()
     arrivals: list[Arrival] = field(default_factory=list)
     location: Location = field(default_factory=current_location)
+    initialisers: Sequence[tuple[int, int]] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.count < 2**20:
@@ -124,26 +127,20 @@ class MBarrier:
         """Name of the allocation, where it is, and the arrivals that a phase takes."""
         return self.name.partition("[")[0], self.location, self.count
 
-    def misuse(
-        self, what: str, location: Location | None = None,
-        related: Iterable[tuple[str, Location]] = (), **facts: Any,
-    ) -> BarrierMisuse:  # fmt: skip
-        """Build the finding, with the related locations, and where the barrier was made."""
-        facts |= {
-            "barrier": self.name,
-            "related": (*related,),
-            "barriers": (self.known,),
-        }
+    def misuse(self, what: str, location: Location | None = None, **facts: Any) -> BarrierMisuse:
+        """Build the finding, with where the barrier was made."""
+        facts |= {"barrier": self.name, "barriers": (self.known,)}
         return BarrierMisuse(f"{self.label}: {what}", location, **facts)
 
-    def _arrived(self) -> list[tuple[str, Location]]:
+    def _arrived(self) -> tuple[tuple[str, Location], ...]:
         """List who arrived in the last phase that has arrivals, and where, each location once."""
         named = ((f"arrival of {_name(each.lane)}", each.location) for each in self.arrivals)
-        return list(dict.fromkeys(named))
+        return tuple(dict.fromkeys(named))
 
-    def _marks(self) -> tuple[Mark, ...]:
-        """Marks of those arrivals in a timeline."""
-        return tuple(each.mark(self) for each in self.arrivals)
+    def _miscount(self, what: str, location: Location) -> BarrierMisuse:
+        """Build the finding that a phase gets too much, from its arrivals."""
+        marks = tuple(each.mark(self) for each in self.arrivals)
+        return self.misuse(what, location, related=self._arrived(), marks=marks)
 
     def arrive(
         self, count: int, clock: Clock, time: float, lane: Any, location: Location,
@@ -171,12 +168,10 @@ class MBarrier:
                 location,
             )
         if count > self.pending:
-            raise self.misuse(
+            raise self._miscount(
                 f"{count} arrival{'s' * (count != 1)} in phase {self.phase}, which expects "
                 f"{self.pending} more of {self.count}",
                 location,
-                self._arrived(),
-                marks=self._marks(),
             )
         self.pending -= count
         if count:
@@ -184,12 +179,8 @@ class MBarrier:
         self.clock.join(clock)
         # While arrivals are missing, bytes may come before they are announced.
         if self.pending == 0 and self.missing_bytes < 0:
-            raise self.misuse(
-                f"phase {self.phase} receives {-self.missing_bytes} bytes more than expected",
-                location,
-                self._arrived(),
-                marks=self._marks(),
-            )
+            what = f"phase {self.phase} receives {-self.missing_bytes} bytes more than expected"
+            raise self._miscount(what, location)
         missing = {"pending": self.pending, "bytes": self.missing_bytes}
         self._trace("arrive", lane, time, time, location, phase=self.phase, **missing)
         if completes:
@@ -219,7 +210,7 @@ class MBarrier:
                     f"phase {self.phase} can complete before {role.label}, which waits for phase "
                     f"{self.phase - 1}, has noticed that one: a missed phase",
                     location,
-                    [(f"wait of {role.label}", wait_location)],
+                    related=((f"wait of {role.label}", wait_location),),
                     marks=(Mark(*spot, wait_location[1], waits), self.arrivals[-1].mark(self)),
                     missing="1 and 2 are not ordered: the wait may pass too late",
                 )
@@ -267,6 +258,7 @@ class MBarrier:
     def wait(self, role: Role, parity: Any) -> None:
         """Suspend the role until the phase of this parity is the last completed one."""
         self.summary.turns |= not isinstance(parity, int)
+        self.cta.launch.report.checks["barrier"] += 1
         parity = int(parity)
         if parity not in (0, 1):
             raise self.misuse(f"a wait takes phase 0 or 1, got {parity}")
@@ -288,7 +280,7 @@ class MBarrier:
             note = f"phase {self.phase - 2} of that parity is over, and {self.phase - 1} too"
         missing = (self.phase, self.pending, self.missing_bytes)
         begun = self.pending < self.count or self.missing_bytes
-        related = (*(self._arrived() if begun else ()),)
+        related = self._arrived() if begun else ()
         passed = sum(n for (name, _), n in self.use.waits.items() if name == role.name)
         barriers = (self.known,)
         return Wait(

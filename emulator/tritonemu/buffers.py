@@ -13,6 +13,7 @@ byte of a row, for all lanes at once.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,8 +21,9 @@ import torch
 import triton.language as tl
 
 from . import suppressions
-from .clocks import Shadow
+from .clocks import Access, Shadow
 from .errors import (
+    EmulatorError,
     InvalidKernel,
     MissingFence,
     OutOfBounds,
@@ -104,9 +106,7 @@ class AliasSpec:
         if self.defined:
             raise InvalidKernel("a storage_alias_spec takes one set_buffer_overlap, got two")
         self.defined = True
-        alignment = 1 if self.storage.tensor else _ALIGNMENT
-        total = _round_up(group.size(alignment), group.step(alignment))
-        group.place(0, total, 1, alignment)
+        group.place(0, 1, _round_up(group.units, group.step))
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -117,32 +117,35 @@ def _round_up(value: int, multiple: int) -> int:
 class ReuseGroup:
     """`tlx.reuse_group`: a tree of buffers that share memory, or must not.
 
-    A member, a buffer or a group, has a `size` and a `step`: the multiple at which it starts in a
-    distinct group, and in tensor memory (alignment 1) that of its size.
+    A member, a buffer or a group, has a size in `units` and a `step`: the multiple at which it
+    starts in a distinct group.
     """
 
     members: tuple[Any, ...]
     distinct: bool
     group_size: int
 
-    def step(self, alignment: int) -> int:
-        return max(member.step(alignment) for member in self.members)
+    @property
+    def step(self) -> int:
+        return max(member.step for member in self.members)
 
-    def size(self, alignment: int) -> int:
+    @property
+    def units(self) -> int:
         if not self.distinct:
-            return max(member.size(alignment) for member in self.members) * self.group_size
+            return max(member.units for member in self.members) * self.group_size
         total = 0
         for member in self.members:
-            total = _round_up(total, member.step(alignment)) + member.size(alignment)
+            total = _round_up(total, member.step) + member.units
         return total
 
-    def place(self, offset: int, unit: int, group_size: int, alignment: int) -> None:
-        if not self.distinct:
-            unit, group_size = unit // self.group_size, group_size * self.group_size
+    def place(self, offset: int, group_size: int, total: int) -> None:
         for member in self.members:
-            offset = _round_up(offset, member.step(alignment)) if self.distinct else offset
-            member.place(offset, unit, group_size, alignment)
-            offset += member.size(alignment) if self.distinct else 0
+            if self.distinct:
+                offset = _round_up(offset, member.step)
+                member.place(offset, group_size, total)
+                offset += member.units
+            else:
+                member.place(offset, group_size * self.group_size, total)
 
 
 @dataclass
@@ -205,13 +208,6 @@ class Buffer:
         return bytes_of(self.dtype)
 
     @property
-    def pitch(self) -> int:
-        """Elements from one buffer to the next, when they are packed."""
-        if self.storage.tensor:
-            return self.units * 4 // self.itemsize
-        return math.prod(self.shape)
-
-    @property
     def units(self) -> int:
         """Size of one buffer: bytes of shared memory, columns of tensor memory."""
         if self.storage.tensor:
@@ -250,14 +246,13 @@ class Buffer:
         self.name = name if self.name == "buffer" else self.name
         self.storage.name = self.storage.name or name
 
-    def step(self, alignment: int) -> int:
-        return self.units if alignment == 1 else alignment
+    @property
+    def step(self) -> int:
+        return self.units if self.storage.tensor else _ALIGNMENT
 
-    def size(self, alignment: int) -> int:
-        return self.units
-
-    def place(self, offset: int, unit: int, group_size: int, alignment: int) -> None:
-        """Lay out the allocation, as `AliasSpec` says."""
+    def place(self, offset: int, group_size: int, total: int) -> None:
+        """Lay out the allocation, as `AliasSpec` says, in its storage of `total` units."""
+        unit = total // group_size
         if offset % self.units or unit % self.units:
             raise InvalidKernel(
                 f"{self.name} of {self.units} units must lie at a multiple of its size, got offset "
@@ -293,7 +288,8 @@ class Buffer:
             return replace(part, shape=part.shape[1:], strides=part.strides[1:])
         if not 0 <= number < self.num:
             raise OutOfBounds(f"{self.label} has {self.num} buffers, got index {number}")
-        offset = self.offset + self.placement.slot(number) * self.pitch
+        pitch = self.units * (4 if self.storage.tensor else 1) // self.itemsize
+        offset = self.offset + self.placement.slot(number) * pitch
         return replace(self, offset=offset, num=0, name=f"{self.name}[{number}]")
 
     def single(self) -> "Buffer":
@@ -415,18 +411,26 @@ class Buffer:
             self._demand_partition_fence(actor, write)
         elif launch.partition_fences and isinstance(actor, Role):
             actor.touch(self.storage, mask, write)
-        for other in shadow.record(access, actor.clock):
-            verb = {True: "writes", False: "reads"}
-            alias = f"as {other.name} " if other.name != self.name else ""
-            finding = Race(
-                f"{access.who} {verb[write]} {self.label}, which {other.who} {verb[other.write]} "
-                f"{alias}at {other.location[0]}:{other.location[1]}; nothing orders the two",
-                other=other.location,
-                buffer=self.name,
-                marks=(other.mark, access.mark),
-                **launch.scheduler.around(access, other),
-            )
-            suppressions.judge(finding, launch.report)
+        for old in shadow.record(access, actor.clock):
+            facts = launch.scheduler.around(access, old)
+            self._judge(Race, access, old, "nothing orders the two", **facts)
+
+    def _judge(
+        self, kind: Callable[..., EmulatorError], new: Access, old: Access, remark: str,
+        **facts: Any,
+    ) -> None:  # fmt: skip
+        """Raise a finding about two accesses, unless a comment allows it."""
+        verb, (file, line) = {True: "writes", False: "reads"}, old.location
+        alias = f"as {old.name} " if old.name != self.name else ""
+        finding = kind(
+            f"{new.who} {verb[new.write]} {self.label}, which {old.who} {verb[old.write]} {alias}"
+            f"at {file}:{line}; {remark}",
+            other=old.location,
+            buffer=self.name,
+            marks=(old.mark, new.mark),
+            **facts,
+        )
+        suppressions.judge(finding, current().report)
 
     def demand_fence(self, copy: Operation) -> None:
         """Raise MissingFence if the copy reads what a role stored without a fence after it.
@@ -434,18 +438,12 @@ class Buffer:
         The copy is by the asynchronous proxy, the store by the generic one (PTX ISA 9.1, 8.3). Not
         asked for where the compiler inserts the fence, before TMA stores and MMAs.
         """
+        read = copy.access(False, self.mask, self.name)
         for old in self.storage.shadow.accesses:
             stored = old.write and not old.operation
             if stored and old.mask & self.mask and not copy.clock.fences(old):
-                read = copy.access(False, self.mask, self.name)
-                finding = MissingFence(
-                    f"a copy reads {self.label}, which {old.who} writes at {old.location[0]}:"
-                    f'{old.location[1]}; tlx.fence("async_shared") must lie between the two',
-                    other=old.location,
-                    buffer=self.name,
-                    marks=(old.mark, read.mark),
-                )
-                suppressions.judge(finding, current().report)
+                remark = 'tlx.fence("async_shared") must lie between the two'
+                self._judge(MissingFence, read, old, remark)
 
     def _demand_partition_fence(self, copy: Operation, write: bool) -> None:
         """Raise MissingFence if a copy or an MMA meets an access of another partition, one of them
@@ -463,27 +461,20 @@ class Buffer:
             for lane in leader.lanes:
                 lane.fence()
             return
-        unfenced = [
-            old
-            for old in self.storage.shadow.accesses
-            if old.generic and (write or old.write) and old.mask & self.mask
-            if copy.clock.knows(old) and not copy.clock.fences(old)
-        ]
-        for old in unfenced:
-            file, line = old.location
-            verb, did = "writes" if write else "reads", "writes" if old.write else "reads"
-            finding = MissingFence(
-                f"{copy.kind} issued by {copy.role.label} {verb} {self.label}, which {old.who} "
-                f"{did} at {file}:{line}; fence_async_shared must lie between the two",
-                other=old.location,
-                buffer=self.name,
-                marks=(old.mark, copy.access(write, self.mask, self.name).mark),
-            )
-            suppressions.judge(finding, current().report)
+        access = copy.access(write, self.mask, self.name)
+        for old in self.storage.shadow.accesses:
+            meets = old.generic and (write or old.write) and old.mask & self.mask
+            if meets and copy.clock.knows(old) and not copy.clock.fences(old):
+                remark = "fence_async_shared must lie between the two"
+                self._judge(MissingFence, access, old, remark)
 
     def read(self, actor: Role | Operation) -> torch.Tensor:
-        """Read the contents, as a tile holds them, at the actor's present."""
+        """Read the contents at the actor's present."""
         self._access(actor, write=False)
+        return self.contents()
+
+    def contents(self) -> torch.Tensor:
+        """Return the contents, as a tile holds them, without an access."""
         return from_raw(self._view().clone(), self.dtype).reshape(self.shape)
 
     def write(self, data: torch.Tensor, actor: Role | Operation) -> None:

@@ -166,38 +166,32 @@ class Memory:
     def pointer(self, name: str, tensor: torch.Tensor) -> Tile:
         """Build a scalar pointer to the first element of a tensor argument."""
         with torch._C.DisableTorchFunction():  # that of `fake_gpu`
-            return self._pointer(name, tensor)
-
-    def _pointer(self, name: str, tensor: torch.Tensor) -> Tile:
-        if tensor.device.type != "cpu" or tensor.dtype not in FROM_TORCH:
-            raise ValueError(
-                f"{name} must be a CPU tensor of a dtype known to Triton, "
-                f"got {tensor.dtype} on {tensor.device}"
-            )
-        fresh = unwritten.of(tensor)
-        if fresh is not None:
-            fresh.report = self._report
-        # `data`, whose version is its own: as on a GPU a kernel's stores change none.
-        dtype, tensor = FROM_TORCH[tensor.dtype], tensor.data
-        storage = tensor.untyped_storage()
-        num_bytes, item = storage.nbytes(), tensor.itemsize
-        flat = tensor.as_strided((num_bytes // item,), (1,), 0).view(RAW[dtype.name])
-        key = (storage.data_ptr(), num_bytes)
-        shadow = self._shadows.setdefault(key, _Shadow(num_bytes, item, len(self._shadows), fresh))
-        shadow.refine(item)
-        low = high = tensor.storage_offset()
-        if tensor.numel():
-            high += _reach(tensor) // item
-        first = low
-        expanded = any(
-            step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-        if expanded or self._launch.whole_storage:
-            # Expanded: a kernel that has its own strides for it may use all of the storage.
-            low, high = 0, flat.numel()
-        self._launch.wide |= high - low > 2**31
-        region = Region(self, name, dtype, flat, low, high, shadow)
-        return Tile(torch.tensor(first), tl.pointer_type(dtype), region)
+            if tensor.device.type != "cpu" or tensor.dtype not in FROM_TORCH:
+                raise ValueError(
+                    f"{name} must be a CPU tensor of a dtype known to Triton, "
+                    f"got {tensor.dtype} on {tensor.device}"
+                )
+            fresh = unwritten.of(tensor)
+            if fresh is not None:
+                fresh.report = self._report
+            # `data`, whose version is its own: as on a GPU a kernel's stores change none.
+            dtype, tensor = FROM_TORCH[tensor.dtype], tensor.data
+            storage = tensor.untyped_storage()
+            num_bytes, item = storage.nbytes(), tensor.itemsize
+            flat = tensor.as_strided((num_bytes // item,), (1,), 0).view(RAW[dtype.name])
+            key = (storage.data_ptr(), num_bytes)
+            new = _Shadow(num_bytes, item, len(self._shadows), fresh)
+            shadow = self._shadows.setdefault(key, new)
+            shadow.refine(item)
+            first = low = tensor.storage_offset()
+            high = first + _reach(tensor) // item
+            dims = zip(tensor.shape, tensor.stride(), strict=True)
+            if any(step == 0 and n > 1 for n, step in dims) or self._launch.whole_storage:
+                # Expanded: a kernel that has its own strides for it may use all of the storage.
+                low, high = 0, flat.numel()
+            self._launch.wide |= high - low > 2**31
+            region = Region(self, name, dtype, flat, low, high, shadow)
+            return Tile(torch.tensor(first), tl.pointer_type(dtype), region)
 
     def at_addresses(self, addresses: torch.Tensor, dtype: tl.dtype) -> Tile:
         """Resolve integers to pointers: into a tensor that is alive.
@@ -240,10 +234,6 @@ class Memory:
             f"got element {element - region.low} in program {self._launch.program}{allow}"
         )
 
-    def _note(self, region: Region, kind: str, tag: Any) -> None:
-        if self._launch.scheduler is not None:
-            self._launch.scheduler.order.note(("memory", region.shadow.number), kind, tag)
-
     def _judge(
         self, region: Region, actor: Operation | None, view: Callable, where: Any,
         stored: torch.Tensor | None = None, reduces: bool = False,
@@ -260,19 +250,12 @@ class Memory:
             changed = torch.ones_like(changed)
         if changed is not None and not changed.numel():
             return None
-
-        def get(table: torch.Tensor) -> torch.Tensor:
-            return view(table, region.granules)[where]
-
-        def put(table: torch.Tensor, values: Any) -> None:
-            view(table, region.granules)[where] = values
-
         self._report.checks["race"] += 1
         self._again = False
         actor, write = actor or self._launch.role, changed is not None or reduces
         # The CTAs of one program count as one here.
         clock = actor.known()
-        self._note(region, "plain", write)
+        self._launch.scheduler.order.note(("memory", region.shadow.number), "plain", write)
         shadow, access = region.shadow, actor.access(write, 0, name=region.name)
         if not self._accesses or self._accesses[-1][0] != access:
             self._accesses.append((access, self._launch.program))
@@ -280,7 +263,7 @@ class Memory:
         for name in ("stores", "loads", "earlier loads", "reductions"):
             if name not in shadow.tables or (not write and "loads" in name):
                 continue
-            numbers = get(shadow.table(name))
+            numbers = view(shadow.tables[name], region.granules)[where]
             if changed is not None:
                 by_element, chosen = numbers.reshape(changed.numel(), -1), changed.reshape(-1)
                 if name == "stores" and not bool(chosen.all()):
@@ -292,27 +275,25 @@ class Memory:
                 self._report.updated.add(region.name)
                 programs = (self._accesses[n - 1][1] for n in accesses if n)
                 self._again = self._again or self._launch.program in programs
-            if name != "reductions":
-                self._check_order(region, accesses, clock, access)
-            elif not reduces:
-                accesses = sorted({each for group in accesses for each in self._reductions[group]})
-                self._check_order(region, accesses, clock, access)
+            if name == "reductions":
+                groups = () if reduces else accesses
+                accesses = sorted({each for group in groups for each in self._reductions[group]})
+            self._check_order(region, accesses, clock, access)
+        name = "reductions" if reduces else "stores" if write else "loads"
+        table = view(shadow.table(name), region.granules)
+        previous = table[where]
         if reduces:
-            groups = get(shadow.table("reductions"))
-            updated = torch.empty_like(groups)
-            for group in distinct(groups):
-                updated[groups == group] = self._joined(group, number, clock)
-            put(shadow.table("reductions"), updated)
+            updated = torch.empty_like(previous)
+            for group in distinct(previous):
+                updated[previous == group] = self._joined(group, number, clock)
+            table[where] = updated
             return access
-        if write:
-            put(shadow.table("stores"), number)
-            return access
-        loads = get(shadow.table("loads"))
-        earlier = (loads > 0) & (loads < self._first_of_cluster)
-        if bool(earlier.any()):
-            earlier_loads = shadow.table("earlier loads")
-            put(earlier_loads, torch.where(earlier, loads, get(earlier_loads)))
-        put(shadow.table("loads"), number)
+        if not write:
+            earlier = (previous > 0) & (previous < self._first_of_cluster)
+            if bool(earlier.any()):
+                previous_loads = view(shadow.table("earlier loads"), region.granules)
+                previous_loads[where] = torch.where(earlier, previous, previous_loads[where])
+        table[where] = number
         return access
 
     def _check_written(self, region: Region, what: str, view: Callable, where: Any) -> None:
@@ -460,16 +441,19 @@ class Memory:
         return values, (location, what)
 
     def _filled(
-        self, raw: torch.Tensor, dtype: tl.dtype, active: torch.Tensor, mask: Any, other: Any = None
-    ) -> Tile:
+        self, raw: torch.Tensor, dtype: tl.dtype, shape: torch.Size, active: torch.Tensor | None,
+        mask: Any, other: Any = None,
+    ) -> Tile:  # fmt: skip
         """Return what lanes read: `raw` the active ones in order, and `other` those that are off.
-        If the mask is undefined, lanes are active that may be."""
+        If the mask is undefined, lanes are active that may be. active: None for all."""
+        if active is None:
+            return Tile(from_raw(raw.reshape(shape), dtype), dtype)
         if other is None:
-            values, source = self.undefined(dtype, active.shape)
+            values, source = self.undefined(dtype, shape)
         else:
             other = cast(other, dtype)
             values, source = [to_raw(each, dtype) for each in versions(other)], None
-        whole = values[0].expand(active.shape).masked_scatter(active, raw)
+        whole = values[0].expand(shape).masked_scatter(active, raw)
         masks = versions(to_tile(mask))
         if len(values) == len(masks) == 1:
             return Tile(from_raw(whole, dtype), dtype)
@@ -498,11 +482,7 @@ class Memory:
             refuse(f"{region.name} gets a value that", source, region.name)
 
     def load(
-        self,
-        pointer: Tile,
-        mask: Any = None,
-        other: Any = None,
-        by: Operation | None = None,
+        self, pointer: Tile, mask: Any = None, other: Any = None, by: Operation | None = None
     ) -> Tile:
         """Gather elements; inactive lanes read `other`, or an undefined value. by: the operation,
         if not the role itself."""
@@ -514,11 +494,9 @@ class Memory:
         self._check_written(region, "load", _rows, used)
         if by is None and used.numel():
             self._launch.role.word = region, int(used[-1])
-        raw, dtype = region.flat.index_select(0, used), region.dtype
+        raw = region.flat.index_select(0, used)
         self._report.bytes_loaded += used.numel() * region.itemsize
-        if active is None:
-            return Tile(from_raw(raw.reshape(index.shape), dtype), dtype)
-        return self._filled(raw, dtype, active, mask, other)
+        return self._filled(raw, region.dtype, index.shape, active, mask, other)
 
     def store(
         self, pointer: Tile, value: Any, mask: Any = None, by: Operation | None = None
@@ -602,15 +580,16 @@ class Memory:
             self._check_lanes(region, each, index.shape, chosen)
             self._check_defined(region, to_raw(operand, dtype))
         where = index[chosen].reshape(-1)
-        count = where.numel()
+        count, role = where.numel(), self._launch.role
+        element = None if index.shape or not count else int(where) * region.itemsize
+        key = id(region.shadow), element
         if count and self._launch.races:
             self._check_scope(region, where, scope == "cta")
         if reads:
             self._check_written(region, "atomic", _rows, where)
         if values:
             self._mark_written(region, _rows, where)
-        if not index.shape and count:
-            role, key = self._launch.role, (id(region.shadow), int(where) * region.itemsize)
+        if element is not None:
             # What a release tells its own program, and what it tells all.
             clocks, here = self._atomics.setdefault(key, {}), self._launch.program
             shared = [
@@ -637,21 +616,18 @@ class Memory:
             new = update(from_raw(old[turn], dtype), *(d[turn] for d in data))
             changed.append(not torch.equal(old[turn], raw := to_raw(new, dtype)))
             region.flat[where[turn]] = raw
-        element = None if index.shape or not count else int(where) * region.itemsize
         if count:
-            self._launch.role.word = region, int(where[-1])
+            role.word = region, int(where[-1])
         if any(changed):
             self._launch.scheduler.changes += 1
             self._report.updated.add(region.name)
             if element is not None:
-                key, label = (id(region.shadow), element), self._launch.role.label
-                self._writers[key] = len(self._accesses), label, current_location()
-        self._note(region, "atomic", (element, any(changed)))
+                self._writers[key] = len(self._accesses), role.label, current_location()
+        tag = element, any(changed)
+        self._launch.scheduler.order.note(("memory", region.shadow.number), "atomic", tag)
         self._report.bytes_loaded += count * region.itemsize
         self._report.bytes_stored += count * region.itemsize
-        if active is None:
-            return Tile(from_raw(old.reshape(index.shape), dtype), dtype)
-        return self._filled(old, dtype, active, mask)
+        return self._filled(old, dtype, index.shape, active, mask)
 
     def _check_scope(self, region: Region, where: torch.Tensor, of_program: bool) -> None:
         """Raise Race if an atomic is one for its program only, and nothing orders it with another

@@ -17,7 +17,7 @@ import contextvars
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -67,7 +67,8 @@ class Role:
         leader: "Role | None" = None,
     ):  # fmt: skip
         self.scheduler, self.cta, self.name, self.warps = scheduler, cta, name, warps
-        self.index = scheduler.number_role()
+        scheduler.numbers["roles"] += 1
+        self.index = scheduler.numbers["roles"]
         self.epoch, self.stored = 1, 0
         self.clock = Clock({self.index: 1})
         self.time = 0.0
@@ -117,7 +118,7 @@ class Role:
             self.charge()
         except EmulatorError as error:
             self.charge()
-            error.role = error.role or self.label
+            error.role = error.role or self.scheduler.role.label
             error.marks = error.marks or (self.mark(error.line, f"ends: {type(error).__name__}"),)
             raise
 
@@ -162,22 +163,16 @@ class Role:
         self.clock.epochs[self.index] = self.epoch
         return clock
 
-    def in_step(self, act: "Callable[[Role], Any]") -> list[Any]:
-        """Perform `act` as each of the lanes here in turn, and return what it gives."""
-        results = []
+    def in_step(self) -> "Iterator[Role]":
+        """Yield the lanes of this branch, each as the running role until the next one."""
         for lane in self.branch:
             lane.time = max(lane.time, self.time)
             self.scheduler.role = lane
-            try:
-                results.append(act(lane))
-            except EmulatorError as error:
-                error.role = error.role or lane.label
-                raise
+            yield lane
         self.scheduler.role = self
         end = max(lane.time for lane in self.lanes)
         for lane in self.lanes:
             lane.time = end
-        return results
 
     def joined(self) -> None:
         """Let the lanes meet: what each knows, all of them know."""
@@ -284,10 +279,6 @@ class Synced:
     phase: int
     location: Location
 
-    def ordering(self, when: str) -> Ordering:
-        barrier = self.barrier.name
-        return Ordering(self.who, self.kind, barrier, self.phase, when, self.location)
-
 
 def _several(synced: Iterable[Synced]) -> list[Synced]:
     """Select the first two at different arrays of barriers."""
@@ -324,10 +315,6 @@ class Scheduler:
     def __post_init__(self) -> None:
         self.order.begin()
         WORK[:] = 0, 0  # of a launch that ended with an exception
-
-    def number_role(self) -> int:
-        self.numbers["roles"] += 1
-        return self.numbers["roles"]
 
     def trace(
         self, kind: str, name: str, lane: Any, start: float, end: float, cta: int = -1,
@@ -458,7 +445,9 @@ class Scheduler:
         if new.operation:
             issued = [s for s in self.synced.get(new.role, ()) if s.kind == "arrival"]
             near += [("after", s) for s in issued[-1:] if s.epoch >= new.epoch]
-        orderings = tuple(s.ordering(when) for when, s in near)
+        orderings = tuple(
+            Ordering(s.who, s.kind, s.barrier.name, s.phase, when, s.location) for when, s in near
+        )
         return {
             "related": tuple((each.what, each.location) for each in orderings),
             "orderings": orderings,

@@ -4,7 +4,8 @@ Names, argument conventions and layouts only: what the operations do is `machine
 TLX. Where Gluon differs from TLX:
 
 - Values do not depend on layouts here, and bank conflicts are not modelled. Whether a conversion is
-  legal, Gluon's own front end says: every launch is shown to it first.
+  legal, and whether operands have the right types and shapes, Gluon's own front end says: every
+  launch is shown to it first, and what it refuses is not checked here again.
 - Fences that its compiler inserts within a partition are not demanded. Between two partitions that
   run concurrently they are: before a copy or an MMA that reads what another one stored, and before
   a copy that writes what another one read or stored. Fork and join of `warp_specialize` order.

@@ -6,7 +6,7 @@ known exactly, while the order in which they get there is not varied. If the con
 `if` differs between CTAs (`ByCta`), those take the branch for which it holds, and the others wait.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +18,9 @@ from ..scheduler import Role
 from ..tile import Tile, scalar
 
 
-def in_ctas(act: Callable[[Role], Any]) -> list[Any]:
-    """Perform `act` as the running role of each CTA that takes this branch of the program."""
-    return current().role.in_step(act)
+def in_ctas() -> Iterator[Role]:
+    """Yield the running role of each CTA that takes this branch of the program."""
+    return current().role.in_step()
 
 
 def all_here(what: str) -> Role:
@@ -180,6 +180,8 @@ def registers(shape: Sequence[int]) -> Sharding:
 
     The compiler knows; raises Unsupported if it says nothing, or several things.
     """
+    if current().num_ctas == 1:
+        return Sharding()
     layouts = current().registers().get(short(current_location()), ())
     shardings = {sharding_of(SimpleNamespace(**dict(each)), shape) for each in layouts}
     if len(shardings) != 1 or None in shardings:
@@ -199,6 +201,11 @@ def common(a: Box, b: Box) -> Box | None:
     """Return the intersection of two boxes."""
     ends = [(max(x, y), min(x + n, y + m)) for (x, n), (y, m) in zip(a, b, strict=True)]
     return None if any(x >= y for x, y in ends) else tuple((x, y - x) for x, y in ends)
+
+
+def shifted(box: Box, origin: Box) -> Box:
+    """Return the box in coordinates that count from the start of another one."""
+    return tuple((x - y, size) for (x, size), (y, _) in zip(box, origin, strict=True))
 
 
 def slices(box: Box) -> tuple[slice, ...]:

@@ -45,16 +45,8 @@ def warp_specialize(
     workers, warps = functions_and_args[1:], tuple(worker_num_warps)
     all_here("warp_specialize")
     registers = (None,) * len(warps) if worker_num_regs is None else tuple(worker_num_regs)
-    if not len(workers) == len(warps) == len(registers):
-        raise InvalidKernel(
-            f"warp_specialize needs a number of warps and of registers for each of its "
-            f"{len(workers)} workers, got {len(warps)} and {len(registers)}"
-        )
     if current().role.task:
         raise InvalidKernel("warp_specialize must not stand inside another one")
-    for number in warps:
-        if number not in (1, 2, 4, 8, 16):
-            raise InvalidKernel(f"workers take a power of two of warps, got {number}")
     region, results = Region(), []
 
     def partition(function: Any, args: Any, keep: bool) -> Any:

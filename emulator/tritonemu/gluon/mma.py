@@ -1,5 +1,6 @@
 """Gluon's wgmma, tcgen05 and older MMAs."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from ..language import OPERATIONS as LANGUAGE
 from ..launch import current
 from ..machine import mma
 from ..machine.table import point
+from ..scheduler import Role
 from ..tile import Tile, to_tile
-from .barriers import barriers_of, performed
+from .barriers import performed
 from .ctas import in_ctas, others, slices
 from .memory import Scales, Sharded, free, part
 
@@ -30,72 +32,51 @@ def warpgroup_mma(
 ) -> Any:  # fmt: skip
     if current().arch != "sm_90":
         raise InvalidKernel(f"warpgroup_mma needs arch sm_90, got {current().arch}")
-    acc = acc if performed(use_acc) else None
-    if isinstance(b, Sharded):
-        result = _warpgroup_mma_of_ctas(a, b, acc)
-    else:
-        result = mma.async_dot(a, b, acc)
-    return result if is_async else warpgroup_mma_wait(0, [result])
-
-
-def _warpgroup_mma_of_ctas(a: Any, b: Sharded, acc: Any) -> Any:
-    """Multiply the rows of A that a CTA has (all if they are in registers) by its columns of B."""
-    previous = acc
-    if acc is not None:
+    previous = None
+    if performed(use_acc):
         previous = acc.result if isinstance(acc, mma.Pending) else to_tile(acc).data
     m, n = a.shape[0], b.shape[1]
     result = torch.empty(m, n)
 
-    def act(lane: Any) -> Any:
+    issued = []
+    for lane in in_ctas():
+        # The rows of A that the CTA has (all if they are in registers), its columns of B.
         rows = a.box(lane.cta)[0] if isinstance(a, Sharded) else (0, m)
         box = rows, b.box(lane.cta)[1]
         local_acc = None if previous is None else Tile(previous[slices(box)], tl.float32)
-        pending = mma.async_dot(part(a, lane.cta), part(b, lane.cta), local_acc)
-        result[slices(box)] = pending.result
-        return pending
-
-    first = in_ctas(act)[0]
-    return mma.Pending(result, first.dtype, first.operation)
+        issued.append(mma.async_dot(part(a, lane.cta), part(b, lane.cta), local_acc))
+        result[slices(box)] = issued[-1].result
+    pending = mma.Pending(result, tl.float32, issued[0].operation)
+    return pending if is_async else warpgroup_mma_wait(0, [pending])
 
 
-def warpgroup_mma_wait(num_outstanding: int = 0, deps: Any = None) -> Any:
-    if deps is None:
-        raise InvalidKernel("warpgroup_mma_wait needs deps")
+def warpgroup_mma_wait(num_outstanding: int = 0, deps: Any = ()) -> Any:
 
-    def wait(value: Any) -> Any:
-        return in_ctas(lambda _: mma.async_dot_wait(num_outstanding, value))[0]
-
-    waited = tuple(map(wait, deps))
-    return waited[0] if len(waited) == 1 else waited
+    waited = [[mma.async_dot_wait(num_outstanding, each) for _ in in_ctas()][0] for each in deps]
+    return waited[0] if len(waited) == 1 else tuple(waited)
 
 
 HOPPER = {f.__name__: f for f in (warpgroup_mma_init, warpgroup_mma, warpgroup_mma_wait)}
 
 
-def _completing(mbarriers: Any, preds: Any, descs: Any) -> Any:
-    """Return a function that commits the MMAs of a CTA to the barriers whose predicates hold."""
-    mbarriers = tuple(mbarriers or ())
-    preds = tuple(preds) if preds else (True,) * len(mbarriers)
-    pairs = zip(mbarriers, preds, strict=True)
-    chosen = [barriers_of(barrier) for barrier, pred in pairs if performed(pred)]
-
-    def commit(lane: Any) -> None:
-        for barriers in chosen:
-            mma.commit(lane, [barriers.of(r) for r in _commit_targets(lane.cta.rank, descs)])
-
-    return commit
-
-
-def _commit_targets(rank: int, descs: Any) -> list[int]:
-    """List the CTAs that a commit of this one arrives in: its pair, and all with these operands."""
-    pair = int(current().pairs)
+def _commit(lane: Role, mbarriers: Any, preds: Any, descs: Any) -> None:
+    """Commit the MMAs of a CTA to the barriers whose predicates hold: in its pair of CTAs, and in
+    all that have these operands."""
+    mbarriers, pair = tuple(mbarriers or ()), int(current().pairs)
     masks = [free(desc) | pair for desc in descs] or [pair]
-    return sorted({each for mask in masks for each in others(rank, mask)})
+    ranks = sorted({each for mask in masks for each in others(lane.cta.rank, mask)})
+    preds = tuple(preds) if preds else (True,) * len(mbarriers)
+    for barrier, pred in zip(mbarriers, preds, strict=True):
+        if performed(pred):
+            mma.commit(lane, [barrier.barrier_of(rank) for rank in ranks])
 
 
-def _issue(act: Any) -> None:
-    """Issue an MMA in each CTA; of a pair of CTAs, the first one issues for both."""
-    in_ctas(lambda lane: lane.cta.rank & int(current().pairs) or act(lane))
+def _issuing(name: str, pred: Any) -> Iterator[Role]:
+    """Yield the role of each CTA that issues an MMA; of a pair of CTAs, the first one does."""
+    mma.blackwell_only(name)
+    for lane in in_ctas() if performed(pred) else ():
+        if not lane.cta.rank & int(current().pairs):
+            yield lane
 
 
 def tcgen05_mma(
@@ -103,27 +84,16 @@ def tcgen05_mma(
     mbarriers: Any = None, mbarrier_preds: Any = None,
 ) -> None:  # fmt: skip
     """Issue an MMA, which is asynchronous even without barriers."""
-    commit = _completing(mbarriers, mbarrier_preds, (a, b) if multicast else ())
-
-    def act(lane: Any) -> None:
+    for lane in _issuing("tcgen05_mma", pred):
         operands = (part(each, lane.cta) for each in (a, b, acc))
         mma.async_dot(*operands, use_acc, two_ctas=current().pairs, force_async=True)
-        commit(lane)
-
-    mma.blackwell_only("tcgen05_mma")
-    if performed(pred):
-        _issue(act)
+        _commit(lane, mbarriers, mbarrier_preds, (a, b) if multicast else ())
 
 
 def tcgen05_commit(barrier: Any, pred: Any = True, descs: Any = ()) -> None:
-    mma.blackwell_only("tcgen05_commit")
-    commit = _completing([barrier], [pred], descs)
-
-    def act(lane: Any) -> None:
+    for lane in _issuing("tcgen05_commit", True):
         point()
-        commit(lane)
-
-    _issue(act)
+        _commit(lane, [barrier], [pred], descs)
 
 
 def tcgen05_mma_scaled(
@@ -131,24 +101,17 @@ def tcgen05_mma_scaled(
     use_acc: Any = True, pred: Any = True, multicast: bool = False, mbarriers: Any = None,
     mbarrier_preds: Any = None,
 ) -> None:  # fmt: skip
-    commit = _completing(mbarriers, mbarrier_preds, (a, b) if multicast else ())
-
-    def act(lane: Any) -> None:
+    for lane in _issuing("tcgen05_mma_scaled", pred):
         operands = (part(each, lane.cta) for each in (a, b, acc, a_scale, b_scale))
         mma.scaled_mma(*operands, a_type, b_type, use_acc, current().pairs)
-        commit(lane)
-
-    if performed(pred):
-        _issue(act)
+        _commit(lane, mbarriers, mbarrier_preds, (a, b) if multicast else ())
 
 
 def tcgen05_copy(src: Any, dst: Any) -> None:
-    def act(lane: Any) -> None:
-        target = part(dst, lane.cta)
+    for lane in _issuing("tcgen05_copy", True):
+        target = dst.of(lane.cta)
         scales = isinstance(target, Scales)
-        mma.tmem_copy(part(src, lane.cta), target, scales, two_ctas=current().pairs)
-
-    _issue(act)
+        mma.tmem_copy(src.of(lane.cta), target, scales, two_ctas=current().pairs)
 
 
 BLACKWELL = {f.__name__: f for f in (tcgen05_mma, tcgen05_mma_scaled, tcgen05_commit, tcgen05_copy)}

@@ -1,7 +1,8 @@
 """Asynchronous copies: TMA, bulk copies, cp.async, and those between the CTAs of a cluster."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,21 +35,6 @@ def copy(role: Role, kind: str, buffer: Buffer, num_bytes: int) -> Operation:
     return operation
 
 
-def deliver(
-    role: Role, first: Operation, result: Buffer, data: torch.Tensor,
-    targets: Sequence[tuple[int, MBarrier]],
-) -> None:  # fmt: skip
-    """Deliver the data of the copy `first` to these CTAs, each counted on the barrier beside it."""
-    operation, num_bytes = first, result.num_bytes
-    for rank, barrier in targets:
-        target = remote(result, rank)
-        if rank != targets[0][0]:
-            # To know of the copy in one CTA is not to know of it in another.
-            operation = role.scheduler.issue("copy", end=first.end)
-            target.storage.cta.engines["shared memory"].fit(first.end, num_bytes / SHARED_BYTES)
-        land(operation, target, data, barrier, num_bytes)
-
-
 def land(
     operation: Operation, target: Buffer, data: torch.Tensor, barrier: MBarrier, num_bytes: int,
     alone: bool = False,
@@ -76,22 +62,29 @@ def async_descriptor_load(
         ranks = [int(rank) for rank in multicast_targets] or [role.cta.rank]
         pair = role.cta.rank & ~1
         targets = [(rank, in_cta(barrier, pair if two_ctas else rank)) for rank in ranks]
-        load_box(role, desc, result.single(), offsets, targets)
+        fetch = partial(desc.fetch, offsets)
+        load(role, desc, result.single(), desc.block_shape, fetch, targets)
 
 
 @uncharged
-def load_box(
-    role: Role, desc: Descriptor, result: Buffer, offsets: Any,
-    targets: Sequence[tuple[int, MBarrier]],
+def load(
+    role: Role, desc: Descriptor, result: Buffer, shape: Sequence[int],
+    fetch: Callable[[Operation], Tile], targets: Sequence[tuple[int, MBarrier]],
 ) -> None:  # fmt: skip
-    """Load a box to these CTAs by TMA."""
-    num_bytes = math.prod(desc.block_shape) * result.itemsize
-    if num_bytes != result.num_bytes or desc.dtype.name != result.dtype.name:
-        expected = f"{desc.dtype}{list(desc.block_shape)}"
-        raise InvalidKernel(f"{result.name} must be {expected} as the descriptor")
-    operation = copy(role, "copy", result, num_bytes)
+    """Load elements of this shape to these CTAs by TMA, each counted on the barrier beside it."""
+    if math.prod(shape) != math.prod(result.shape) or desc.dtype.name != result.dtype.name:
+        raise InvalidKernel(f"{result.name} must be {desc.dtype}{[*shape]} as the descriptor")
+    first = operation = copy(role, "copy", result, result.num_bytes)
     desc.read_by(operation)
-    deliver(role, operation, result, desc.fetch(offsets, operation).data, targets)
+    data = fetch(operation).data
+    for rank, barrier in targets:
+        target = remote(result, rank)
+        if rank != targets[0][0]:
+            # To know of the copy in one CTA is not to know of it in another.
+            operation = role.scheduler.issue("copy", end=first.end)
+            port = target.storage.cta.engines["shared memory"]
+            port.fit(first.end, result.num_bytes / SHARED_BYTES)
+        land(operation, target, data, barrier, result.num_bytes)
 
 
 @op
@@ -104,20 +97,6 @@ def async_descriptor_store(
     desc.read_by(operation)
     box = Tile(source.read(operation).reshape(desc.block_shape), source.dtype)
     desc.store(offsets, box, store_reduce, landing(role, operation))
-
-
-@uncharged
-def gather(
-    role: Role, desc: Descriptor, result: Buffer, rows: Tile, column: Any,
-    targets: Sequence[tuple[int, MBarrier]],
-) -> None:  # fmt: skip
-    """Gather rows of a matrix to shared memory."""
-    expected = (math.prod(rows.shape), desc.block_shape[-1])
-    if result.shape != expected or result.dtype.name != desc.dtype.name:
-        raise InvalidKernel(f"{result.name} must be {desc.dtype}{[*expected]} as what is gathered")
-    operation = copy(role, "copy", result, result.num_bytes)
-    desc.read_by(operation)
-    deliver(role, operation, result, desc.gather(rows, column, operation).data, targets)
 
 
 @op

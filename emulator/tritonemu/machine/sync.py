@@ -1,13 +1,15 @@
 """Barriers of all kinds, and the counterparts of barriers and buffers in other CTAs."""
 
-from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import triton.language as tl
 
 from ..barriers import MBarrier, named_barrier
 from ..buffers import Buffer
-from ..errors import InvalidKernel, OutOfBounds, Wait, current_location
+from ..clocks import Clock
+from ..errors import BarrierMisuse, InvalidKernel, OutOfBounds, Wait, current_location
 from ..launch import current
 from ..rewrite import static_int
 from ..tile import scalar
@@ -16,42 +18,62 @@ from .table import OPERATIONS, holds, op, point
 # mbarriers.
 
 
+@dataclass(eq=False)
 class Barriers:
-    """`tlx.alloc_barriers`: an array of mbarriers."""
+    """mbarriers of one allocation in a CTA, which is its allocation `serial`.
 
-    def __init__(self, cta: Any, number: int, count: int, threads: bool):
-        self.cta, self.name = cta, "barriers"
-        scheduler = cta.cluster.scheduler
-        self.barriers = [MBarrier(scheduler, cta, "barrier", count, threads) for _ in range(number)]
-        for i, barrier in enumerate(self.barriers):
-            barrier.key = (cta.number, len(cta.allocations), i)
+    number: how many there may be. live: those that are initialised, by their index.
+    """
+
+    cta: Any
+    serial: int
+    number: int
+    name: str = "barriers"
+    live: dict[int, MBarrier] = field(default_factory=dict)
+
+    @property
+    def barriers(self) -> Iterable[MBarrier]:
+        return self.live.values()
+
+    def init(self, index: int, clock: Clock, count: int, threads: bool = False) -> MBarrier:
+        """Initialise one of them, by somebody whose clock is `clock`."""
+        scheduler, report = self.cta.cluster.scheduler, current().report
+        barrier = MBarrier(scheduler, self.cta, self.name_of(index), count, threads)
+        barrier.key = self.cta.number, self.serial, index
+        barrier.clock.join(clock)
+        self.live[index] = barrier
+        numbers = (len(getattr(each, "barriers", ())) for each in self.cta.allocations)
+        report.barriers = max(report.barriers, sum(numbers))
+        return barrier
+
+    def name_of(self, index: int) -> str:
+        return f"{self.name}[{index}]" if self.number > 1 else self.name
 
     def call_it(self, name: str) -> None:
         """Name the barriers after the variable they are first assigned to."""
-        if self.name != "barriers":
-            return
-        self.name = name
-        for i, barrier in enumerate(self.barriers):
-            barrier.name = f"{name}[{i}]" if len(self.barriers) > 1 else name
+        self.name = name if self.name == "barriers" else self.name
+        for index, barrier in self.live.items():
+            barrier.name = self.name_of(index)
 
     def __getitem__(self, index: Any) -> MBarrier:
+        """Return one that is initialised; raises OutOfBounds and BarrierMisuse."""
         number = int(index)
-        if not 0 <= number < len(self.barriers):
-            raise OutOfBounds(f"{self.name} has {len(self.barriers)} barriers, got index {number}")
-        return self.barriers[number]
+        if not 0 <= number < self.number:
+            raise OutOfBounds(f"{self.name} has {self.number} barriers, got index {number}")
+        if number not in self.live:
+            name = self.name_of(number)
+            raise BarrierMisuse(f"{name} is used before init, or after invalidate", barrier=name)
+        return self.live[number]
 
 
 def _alloc_barriers(number: int, count: int, threads: bool) -> Barriers:
     role = point()
-    barriers = Barriers(role.cta, static_int(number), static_int(count), threads)
-    role.cta.reserve(8 * len(barriers.barriers))
-    for barrier in barriers.barriers:
-        barrier.clock.join(role.clock)
-    role.release()
-    report = current().report
+    barriers = Barriers(role.cta, len(role.cta.allocations), static_int(number))
+    role.cta.reserve(8 * barriers.number)
     role.cta.allocate(barriers)
-    kinds = [a for a in role.cta.allocations if isinstance(a, Barriers)]
-    report.barriers = max(report.barriers, sum(len(b.barriers) for b in kinds))
+    for index in range(barriers.number):
+        barriers.init(index, role.clock, static_int(count), threads)
+    role.release()
     return barriers
 
 
@@ -66,12 +88,11 @@ def alloc_warp_barrier(num_barriers: int, num_warps: int = 1, num_arrivals: int 
     return _alloc_barriers(num_barriers, num_warps * 32 * num_arrivals, True)
 
 
-def counterpart(cta: Any, what: Any) -> Any:
-    """Return the allocation of `cta` that corresponds to `what`; waits until the CTA has made it.
+def counterpart(cta: Any, number: int) -> Any:
+    """Return the allocation `number` of `cta`; waits until the CTA has made it.
 
     On a device the cluster is synchronised after its barriers have been initialised.
     """
-    number = what.cta.allocations.index(what)
     role = current().role
     while len(cta.allocations) <= number:
         location = current_location()
@@ -83,8 +104,8 @@ def counterpart(cta: Any, what: Any) -> Any:
 
 def single(barrier: Any) -> MBarrier:
     if isinstance(barrier, Barriers):
-        if len(barrier.barriers) != 1:
-            raise InvalidKernel(f"{barrier.name} is {len(barrier.barriers)} barriers; index it")
+        if barrier.number != 1:
+            raise InvalidKernel(f"{barrier.name} is {barrier.number} barriers; index it")
         return barrier[0]
     if not isinstance(barrier, MBarrier):
         raise InvalidKernel(f"an mbarrier is needed here, got {barrier!r}")
@@ -95,17 +116,16 @@ def in_cta(barrier: MBarrier, rank: int) -> MBarrier:
     """Return the same barrier in another CTA of the cluster."""
     if rank == barrier.cta.rank:
         return barrier
-    array = next(
-        a for a in barrier.cta.allocations if isinstance(a, Barriers) and barrier in a.barriers
-    )
-    other = counterpart(barrier.cta.peer(rank), array)
-    return other.barriers[array.barriers.index(barrier)]
+    _, number, index = barrier.key
+    return counterpart(barrier.cta.peer(rank), number)[index]
 
 
 def remote(buffer: Buffer, rank: int) -> Buffer:
     """Return the same view of shared or tensor memory in another CTA of the cluster."""
     cta = buffer.storage.cta
-    return buffer if rank == cta.rank else buffer.on(counterpart(cta.peer(rank), buffer.storage))
+    if rank == cta.rank:
+        return buffer
+    return buffer.on(counterpart(cta.peer(rank), cta.allocations.index(buffer.storage)))
 
 
 @op
@@ -123,7 +143,6 @@ def barrier_wait(bar: Any, phase: Any, pred: Any = None) -> None:
     if bar.cta is not role.cta:
         raise InvalidKernel("barrier_wait takes a barrier of its own CTA")
     if holds(pred):
-        current().report.checks["barrier"] += 1
         bar.wait(role, phase)
 
 
@@ -148,12 +167,9 @@ def fence(scope: str) -> None:
         current().role.fence()
 
 
-def _meet_by_name(wait: bool) -> Callable:
-    def meet(bar: Any, arrive_count: int) -> None:
-        role = point()
-        named_barrier(role, int(bar)).arrive(role, int(arrive_count), wait)
-
-    return meet
+def _meet(bar: Any, arrive_count: int, wait: bool) -> None:
+    role = point()
+    named_barrier(role, int(bar)).arrive(role, int(arrive_count), wait)
 
 
 def _cluster() -> Any:
@@ -161,8 +177,8 @@ def _cluster() -> Any:
 
 
 for _name, _operation in {
-    "named_barrier_wait": _meet_by_name(True),
-    "named_barrier_arrive": _meet_by_name(False),
+    "named_barrier_wait": lambda bar, arrive_count: _meet(bar, arrive_count, True),
+    "named_barrier_arrive": lambda bar, arrive_count: _meet(bar, arrive_count, False),
     "cluster_barrier": lambda: _cluster().barrier.wait(point()),
     "remote_view": lambda barrier, remote_cta_rank: in_cta(single(barrier), int(remote_cta_rank)),
     "cluster_cta_rank": lambda: scalar(current().role.cta.rank, tl.int32),

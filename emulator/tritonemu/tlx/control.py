@@ -102,20 +102,19 @@ def vote_ballot_sync(mask: int, pred: Any) -> Tile:
 class DescriptorSlot:
     """`tlx.allocate_tensor_descriptor`: places for descriptors made on the device."""
 
-    slots: list[Any]
-    maps: list[list[Any]]
+    slots: list[Descriptor | None]
     first: int = 0
 
     def __getitem__(self, index: Any) -> "DescriptorSlot":
         number = self.first + int(index)
         if not 0 <= number < len(self.slots):
             raise OutOfBounds(f"{len(self.slots)} descriptors are allocated, got index {number}")
-        return DescriptorSlot(self.slots, self.maps, number)
+        return DescriptorSlot(self.slots, number)
 
 
 @op
 def allocate_tensor_descriptor(num: int) -> DescriptorSlot:
-    return DescriptorSlot([None] * static_int(num), [[] for _ in range(static_int(num))])
+    return DescriptorSlot([None] * static_int(num))
 
 
 @op
@@ -126,8 +125,9 @@ def make_tensor_descriptor(
     descriptor = language.make_tensor_descriptor(base, shape, strides, block_shape, padding_option)
     if desc_ptr is None:
         return descriptor.placed()
+    previous = desc_ptr.slots[desc_ptr.first]
     desc_ptr.slots[desc_ptr.first] = descriptor
-    return descriptor.placed(desc_ptr.maps[desc_ptr.first])
+    return descriptor.placed([] if previous is None else previous.reads)
 
 
 @op
