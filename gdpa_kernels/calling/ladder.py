@@ -210,7 +210,7 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
         "v4_warp_specialized_backward", "warp specialization",
         "dK and dV stay in registers; dS is shared; each consumer computes half of dQ.",
         "v2_fused_backward",
-        dataclasses.replace(_WGMMA, head_dim_multiple=64, extras=("causal", "targets")),
+        dataclasses.replace(_WGMMA, extras=("causal", "targets")),
         is_rewrite=True,
     ),
     _backward(
@@ -227,7 +227,8 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
     _backward(
         "v7_wide_backward", "wide heads",
         "One consumer computes dS and dV, the other dK and dQ.",
-        "v4_warp_specialized_backward", dataclasses.replace(_WGMMA, head_dim_max=256),
+        "v4_warp_specialized_backward",
+        dataclasses.replace(_WGMMA, head_dim_max=256, extras=("causal", "targets")),
         is_rewrite=True,
     ),
 )  # fmt: skip

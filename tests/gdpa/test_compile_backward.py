@@ -165,6 +165,9 @@ KNOWN_SPILLS = (
     (V4, {"window": 40}, 8),
     (V4, {"causal": "lower_right", "segments": SEGMENTS}, 12),
     (V4, {"causal": True, "segments": SEGMENTS, "head_dim": 64}, 136),
+    (V4, {"head_dim": 32, "causal": True, "segments": SEGMENTS}, 136),
+    (V7, {"head_dim": 256, "causal": True, "window": 9, "segments": SEGMENTS}, 44),
+    (V7, {"head_dim": 256, "causal": "lower_right", "segments": SEGMENTS}, 28),
     (V5, {}, 120),
     (V5, {"heads_k": 2, "causal": True, "dtype": FP16}, 668),
 )
@@ -195,6 +198,7 @@ def check_instructions(impl: str, made: Compiled) -> None:
         sweep(V7, {"head_dim": 256, "heads_k": 2}),
         sweep(V7, {"head_dim": 200, "heads_k": 2, "causal": True, "dtype": FP16}),
         sweep(V7, {"head_dim": 256, "window": 40}),
+        sweep(V7, {"head_dim": 256, "causal": True, "segments": SEGMENTS}),
     ],
     ids=str,
 )

@@ -111,12 +111,14 @@ def prepared(call: dict) -> Batch:
     return replace(batch, segments=batch.mask.segments(*offsets, batch.lower_right, True))
 
 
-V4 = "v4_warp_specialized_backward"
+V4, V7 = "v4_warp_specialized_backward", "v7_wide_backward"
 MASKS_OF_GRADIENTS = MASKS | {"none": {}, "window_alone": {"window": 20}}
 
 
 @pytest.mark.parametrize(
-    "impl, head_dim", [("v1_tiled_backward", 64), sweep(V4, 64), (V4, 128)], ids=str
+    "impl, head_dim",
+    [("v1_tiled_backward", 64), (V4, 32), sweep(V4, 64), sweep(V4, 96), (V4, 128), (V7, 256)],
+    ids=str,
 )
 @pytest.mark.parametrize("queries", (None, DELTA), ids=("all", "delta"))
 @pytest.mark.parametrize("mask", swept(MASKS_OF_GRADIENTS, QUICK))
