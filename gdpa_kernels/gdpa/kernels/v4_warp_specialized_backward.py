@@ -129,12 +129,12 @@ def load(
     start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
     start_q = 0 if options.SHARED_Q else start_out
     mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
-    span, steps = span_of(key, len_q, len_k, mask, TILE, options)
+    span, steps = span_of(key, len_q, len_k, mask, options.ROWS, TILE, options)
     stage = tile % options.K_STAGES
     tlx.barrier_wait(k.empty[stage], (tile // options.K_STAGES & 1) ^ 1)
     fetch_both(k_desc, k, stage, start_k, len_k, head_k, key)
     for step in tl.range(0, steps * GROUP):
-        head, row = row_of_step(step, steps, span, head_k, options)
+        head, row = row_of_step(step, steps, span, head_k, options.ROWS, options)
         stage = (count + step) % options.Q_STAGES
         tlx.barrier_wait(q.empty[stage], (((count + step) // options.Q_STAGES) & 1) ^ 1)
         fetch_rows(q_desc, q.buffer[stage], q.full[stage], start_q, len_q, head, row)
@@ -152,7 +152,7 @@ def differentiate(s, v, g, dv, count, scale, head, row, key, mask, options):
     """dS of a step, and dv with its MMA in flight. `count` counts steps of all tiles."""
     stage = count % options.G_STAGES
     p, slope = value_and_factor(s, scale, head, options.ACTIVATION, options.FOLD)
-    p, slope = mask_step(p, slope, row, key, mask, options)
+    p, slope = mask_step(p, slope, row, key, mask, options, options.ASKS)
     tlx.barrier_wait(g.full[stage], (count // options.G_STAGES) & 1)
     dp = tlx.async_dot(v, tlx.local_trans(g.buffer[stage]))
     dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[stage], dv)
@@ -181,7 +181,7 @@ def math(
     k_buffer = tile % K_STAGES * MATH_ROLES
     start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
     mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
-    span, steps = span_of(key, len_q, len_k, mask, TILE, options)
+    span, steps = span_of(key, len_q, len_k, mask, options.ROWS, TILE, options)
     all_steps = uniform(steps * GROUP)  # the compiler must not know that it is even
     key += role * KEYS
     dk = tl.zeros([KEYS, HEAD_DIM], tl.float32)
@@ -192,7 +192,7 @@ def math(
     s = tlx.async_dot_wait(0, s)
     tlx.barrier_wait(v.full[0], tile & 1)
     ds_tile = ds.buffer[(count & 1) * MATH_ROLES + role]
-    head, row = row_of_step(0, steps, span, head_k, options)
+    head, row = row_of_step(0, steps, span, head_k, options.ROWS, options)
     d, dv = differentiate(s, v.buffer[role], g, dv, count, scale, head, row, key, mask, options)
     store_ds(ds, ds_tile, d, count)
     dk = tlx.async_dot(d, q.buffer[count % Q_STAGES], dk)
@@ -205,14 +205,14 @@ def math(
     for step in tl.range(1, all_steps, num_stages=0):
         now = count + step
         zero = keep_runtime(step)
-        head, row = row_of_step(step, steps, span, head_k, options)
+        head, row = row_of_step(step, steps, span, head_k, options.ROWS, options)
         ds_tile = ds.buffer[(now & 1) * MATH_ROLES + role]
         d, dv = differentiate(
             s, v.buffer[role + zero], g, dv, now, scale, head, row, key, mask, options
         )
         store_ds(ds, ds_tile, d, now)
         if step > 1:
-            head, row = row_of_step(step - 2, steps, span, head_k, options)
+            head, row = row_of_step(step - 2, steps, span, head_k, options.ROWS, options)
             staged_dq = staging[role + zero]
             add_rows(role, gradients.dq, staged_dq, start_out, len_q, head, row, options)
         dk = tlx.async_dot(d, q.buffer[now % Q_STAGES], dk)
@@ -233,12 +233,12 @@ def math(
     tlx.barrier_arrive(ds.empty[(count - 1) & 1])
     tlx.fence("async_shared")
     if all_steps > 1:
-        head, row = row_of_step(all_steps - 2, steps, span, head_k, options)
+        head, row = row_of_step(all_steps - 2, steps, span, head_k, options.ROWS, options)
         add_rows(role, gradients.dq, staging[role], start_out, len_q, head, row, options)
     stage_tile(staging[role], dq)
     dv = dv * dv_factor(scale, output_scale, options.FOLD)
     put_rows(gradients.dv, v.buffer[role], start_k, len_k, head_k, key, dv.to(options.DTYPE))
-    head, row = row_of_step(all_steps - 1, steps, span, head_k, options)
+    head, row = row_of_step(all_steps - 1, steps, span, head_k, options.ROWS, options)
     add_rows(role, gradients.dq, staging[role], start_out, len_q, head, row, options)
     dk = dk * dk_factor(scale, output_scale, options.FOLD)
     tlx.async_descriptor_store_wait(0)

@@ -125,13 +125,11 @@ class Options:
     Q_STAGES: tl.constexpr
     G_STAGES: tl.constexpr
     DTYPE: tl.constexpr
-    ROWS: tl.constexpr
     LOWER_RIGHT: tl.constexpr
     SEGMENTS: tl.constexpr
     TARGET_GROUP: tl.constexpr
     FULL_ROWS: tl.constexpr
     OWN_RANKS: tl.constexpr
-    ASKS: tl.constexpr
 
 
 @triton.jit
@@ -143,11 +141,11 @@ def load(
     start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
     start_q = 0 if options.SHARED_Q else start_out
     mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
-    span, steps = span_of(key, len_q, len_k, mask, KEYS, options)
+    span, steps = span_of(key, len_q, len_k, mask, ROWS, KEYS, options)
     tlx.barrier_wait(k.empty[0], (tile & 1) ^ 1)
     fetch_rows(k_desc, k.buffer[0], k.full[0], start_k, len_k, head_k, key)
     for step in tl.range(0, steps * GROUP):
-        head, row = row_of_step(step, steps, span, head_k, options)
+        head, row = row_of_step(step, steps, span, head_k, ROWS, options)
         stage = (count + step) % options.Q_STAGES
         tlx.barrier_wait(q.empty[stage], (((count + step) // options.Q_STAGES) & 1) ^ 1)
         fetch_rows(q_desc, q.buffer[stage], q.full[stage], start_q, len_q, head, row)
@@ -203,7 +201,7 @@ def score_role(
     G_STAGES: tl.constexpr = options.G_STAGES
     start_k, _, len_k, _, len_q, head_k, key = entry(list_ptr, item)
     mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
-    span, steps = span_of(key, len_q, len_k, mask, KEYS, options)
+    span, steps = span_of(key, len_q, len_k, mask, ROWS, KEYS, options)
     steps = uniform(steps)
     last = uniform(steps * GROUP) - 1  # the compiler must not know that it is odd
     dv = tl.zeros([KEYS, COLUMNS], tl.float32)
@@ -214,7 +212,7 @@ def score_role(
     for step in tl.range(0, last, num_stages=0):
         now = count + step
         zero = keep_runtime(now)
-        head, row = row_of_step(step, steps, span, head_k, options)
+        head, row = row_of_step(step, steps, span, head_k, ROWS, options)
         d, dv = differentiate(s, v, g, dv, now, zero, scale, head, row, key, mask, options)
         store_ds(ds, d, now)
         s = scores(k, q, now + 1, zero, Q_STAGES)
@@ -222,7 +220,7 @@ def score_role(
         tlx.barrier_arrive(g.empty[now % G_STAGES])
         s = tlx.async_dot_wait(0, s)
     count += last
-    head, row = row_of_step(last, steps, span, head_k, options)
+    head, row = row_of_step(last, steps, span, head_k, ROWS, options)
     d, dv = differentiate(s, v, g, dv, count, 0, scale, head, row, key, mask, options)
     store_ds(ds, d, count)
     dv = tlx.async_dot_wait(0, dv)
@@ -262,7 +260,7 @@ def sum_role(
     Q_STAGES: tl.constexpr = options.Q_STAGES
     start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
     mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
-    span, steps = span_of(key, len_q, len_k, mask, KEYS, options)
+    span, steps = span_of(key, len_q, len_k, mask, ROWS, KEYS, options)
     steps = uniform(steps)
     dk = tl.zeros([KEYS, COLUMNS], tl.float32)
     tlx.barrier_wait(k.full[0], tile & 1)
@@ -271,7 +269,7 @@ def sum_role(
         zero = keep_runtime(now)
         ds_stage = now % DS_STAGES
         q_stage = now % Q_STAGES
-        head, row = row_of_step(step, steps, span, head_k, options)
+        head, row = row_of_step(step, steps, span, head_k, ROWS, options)
         tlx.barrier_wait(q.full[q_stage], (now // Q_STAGES) & 1)
         tlx.barrier_wait(ds.full[ds_stage], (now // DS_STAGES) & 1)
         dq = dq_product(ds.buffer[ds_stage], k.buffer[zero], 0)
@@ -304,8 +302,8 @@ def backward_kernel(
     """dK and dV of the listed tiles of this program, and what their keys add to dQ."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
     options = Options(
-        GROUP, SHARED_Q, ACTIVATION, FOLD, CAUSAL, WINDOW, Q_STAGES, G_STAGES, DTYPE, ROWS,
-        LOWER_RIGHT, segments_ptr is not None, TARGET_GROUP, FULL_ROWS, OWN_RANKS, False,
+        GROUP, SHARED_Q, ACTIVATION, FOLD, CAUSAL, WINDOW, Q_STAGES, G_STAGES, DTYPE,
+        LOWER_RIGHT, segments_ptr is not None, TARGET_GROUP, FULL_ROWS, OWN_RANKS,
     )  # fmt: skip
     q = tlx.local_alloc((ROWS, COLUMNS), DTYPE, Q_STAGES)
     k = tlx.local_alloc((KEYS, COLUMNS), DTYPE, 1)
