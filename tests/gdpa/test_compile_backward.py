@@ -270,6 +270,15 @@ def test_fits_and_does_not_spill_in_loops(impl, options):
         assert not [name for name in loop if name in LOCAL]
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("impl, reads", (("b5_stream_backward", 0), ("b6_dq_once_backward", 1)))
+def test_with_targets_at_most_one_value_is_read_back_in_a_loop(impl, reads):
+    built, made, _ = for_blackwell(impl, causal=True, segments=SEGMENTS)
+    assert made.shared_bytes <= SHARED_BYTES[100] and made.spill_bytes <= MOST_SPILLED[impl]
+    for loop in (shortest_loop(built, "MUFU", 64), shortest_loop(built, "UTCHMMA", 24)):
+        assert [name for name in loop if name in LOCAL] in ([], ["LDL"] * reads)
+
+
 @pytest.mark.parametrize("head_dim", (sweep(64), 128))
 @pytest.mark.parametrize("impl", BLACKWELL)
 def test_instructions_that_make_the_rung(impl, head_dim):
