@@ -27,7 +27,8 @@ _WGMMA = dataclasses.replace(_TMA, only_major=True, head_dim_max=128, tlx=True)
 _WGMMA_64 = dataclasses.replace(_WGMMA, head_dim_multiple=64)
 _TCGEN05 = dataclasses.replace(_WGMMA, capability=(10, 0))
 _TCGEN05_64 = dataclasses.replace(_TCGEN05, head_dim_multiple=64)
-_STREAM = dataclasses.replace(_TCGEN05, extras=_SUMS)
+_TCGEN05_MASKS = dataclasses.replace(_TCGEN05_64, extras=("causal", "targets"))
+_STREAM = dataclasses.replace(_TCGEN05, extras=_EXTRAS)
 _PACKED_LESSON = dataclasses.replace(_TCGEN05_64, dtypes=("bfloat16",))
 
 _backward = partial(Rung, directions=("backward",))
@@ -210,7 +211,7 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
         "v4_warp_specialized_backward", "warp specialization",
         "dK and dV stay in registers; dS is shared; each consumer computes half of dQ.",
         "v2_fused_backward",
-        dataclasses.replace(_WGMMA, head_dim_multiple=64, extras=("causal", "targets")),
+        dataclasses.replace(_WGMMA, extras=("causal", "targets")),
         is_rewrite=True,
     ),
     _backward(
@@ -227,7 +228,8 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
     _backward(
         "v7_wide_backward", "wide heads",
         "One consumer computes dS and dV, the other dK and dQ.",
-        "v4_warp_specialized_backward", dataclasses.replace(_WGMMA, head_dim_max=256),
+        "v4_warp_specialized_backward",
+        dataclasses.replace(_WGMMA, head_dim_max=256, extras=("causal", "targets")),
         is_rewrite=True,
     ),
 )  # fmt: skip
@@ -258,12 +260,12 @@ BLACKWELL_BACKWARD_RUNGS: tuple[Rung, ...] = (
     _backward(
         "b5_stream_backward", "one stream of MMAs across items",
         "An item begins while dV and dK of the last one leave.",
-        "b4_pair_backward", _TCGEN05_64,
+        "b4_pair_backward", _TCGEN05_MASKS,
     ),
     _backward(
         "b6_dq_once_backward", "a pair has all keys",
         "With at most 256 its dQ is complete and is written once.",
-        "b5_stream_backward", _TCGEN05_64,
+        "b5_stream_backward", _TCGEN05_MASKS,
     ),
 )  # fmt: skip
 

@@ -96,7 +96,7 @@ QUICK = [{(True, name) for name in names} for names in (OF_PRODUCTS, ("empty_seq
 SOME = {"empty_sequences", "packed_qkv", "grouped_heads"} | {case.name for case in OWN_CASES}
 # At which other head_dims a rung takes which of the cases of 64.
 WIDTHS = {
-    "v4_warp_specialized_backward": {128: SOME},
+    "v4_warp_specialized_backward": {128: SOME, 72: SOME},
     "v5_short_kv_backward": {128: EVERY},
     "v6_one_tile_backward": {128: EVERY},
     "v7_wide_backward": {256: EVERY, 136: OTHER_DTYPES},
@@ -469,6 +469,7 @@ def test_says_what_it_needs(impl, head_dim, change, text):
 DIMS = {
     **dict.fromkeys(PLAIN, (16, 24, 64, 80)),
     **dict.fromkeys(ROLES, (64, 128)),
+    "v4_warp_specialized_backward": (8, 32, 64, 96, 128),
     "v5_short_kv_backward": (128,),
     "v7_wide_backward": (136, 248, 256),
 }

@@ -92,7 +92,8 @@ OF_BLACKWELL = [
     *((impl, options) for impl in (*ALONE, "b5_cta_pair") for options in OF_LESSONS),
     *((impl, options) for impl in STREAMS for options in (
         {}, {"causal": True}, {"head_dim": 64, "dtype": FP16, "window": 40}, MIXED,
-        {"out_dtype": torch.float32}, {"out_dtype": torch.float32, "head_dim": 64})),
+        {"out_dtype": torch.float32}, {"out_dtype": torch.float32, "head_dim": 64},
+        {"causal": True, "segments": SEGMENTS})),
 ]  # fmt: skip
 # Of 16 keys or columns each, by rung MMAs and commits; more would be the compiler's own pipeline,
 # which waits where the source does not. In a pair a role's first S, S in the loop and P V take 8;

@@ -165,6 +165,9 @@ KNOWN_SPILLS = (
     (V4, {"window": 40}, 8),
     (V4, {"causal": "lower_right", "segments": SEGMENTS}, 12),
     (V4, {"causal": True, "segments": SEGMENTS, "head_dim": 64}, 136),
+    (V4, {"head_dim": 32, "causal": True, "segments": SEGMENTS}, 136),
+    (V7, {"head_dim": 256, "causal": True, "window": 9, "segments": SEGMENTS}, 44),
+    (V7, {"head_dim": 256, "causal": "lower_right", "segments": SEGMENTS}, 28),
     (V5, {}, 120),
     (V5, {"heads_k": 2, "causal": True, "dtype": FP16}, 668),
 )
@@ -195,6 +198,7 @@ def check_instructions(impl: str, made: Compiled) -> None:
         sweep(V7, {"head_dim": 256, "heads_k": 2}),
         sweep(V7, {"head_dim": 200, "heads_k": 2, "causal": True, "dtype": FP16}),
         sweep(V7, {"head_dim": 256, "window": 40}),
+        sweep(V7, {"head_dim": 256, "causal": True, "segments": SEGMENTS}),
     ],
     ids=str,
 )
@@ -264,6 +268,15 @@ def test_fits_and_does_not_spill_in_loops(impl, options):
     assert made.registers == 65536 // 512 and made.spill_bytes <= MOST_SPILLED[impl]
     for loop in (shortest_loop(built, "MUFU", 64), shortest_loop(built, "UTCHMMA", 24)):
         assert not [name for name in loop if name in LOCAL]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("impl, reads", (("b5_stream_backward", 0), ("b6_dq_once_backward", 1)))
+def test_with_targets_at_most_one_value_is_read_back_in_a_loop(impl, reads):
+    built, made, _ = for_blackwell(impl, causal=True, segments=SEGMENTS)
+    assert made.shared_bytes <= SHARED_BYTES[100] and made.spill_bytes <= MOST_SPILLED[impl]
+    for loop in (shortest_loop(built, "MUFU", 64), shortest_loop(built, "UTCHMMA", 24)):
+        assert [name for name in loop if name in LOCAL] in ([], ["LDL"] * reads)
 
 
 @pytest.mark.parametrize("head_dim", (sweep(64), 128))

@@ -186,6 +186,8 @@ def test_no_option_is_left_out():
 
 
 def test_which_kernels_take_masks_of_the_last_rows():
-    known = {"v1_tiled", "v8_own_waits", "v1_tiled_backward", "v4_warp_specialized_backward"}
+    known = {"v1_tiled", "v8_own_waits", "b6_pair_stream", "b7_split_stream"}
+    known |= {"v1_tiled_backward", "v4_warp_specialized_backward", "v7_wide_backward"}
+    known |= {"b5_stream_backward", "b6_dq_once_backward"}
     for option in ("causal", "targets"):
         assert {x.impl for _, x in PRODUCTS if option in x.requires.extras} == known

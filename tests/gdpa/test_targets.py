@@ -77,9 +77,15 @@ def case_of(mask: str, queries: tuple[int, ...] | None = None, **more) -> Case:
 
 
 DELTA = (130, 0, 1, 9, 40)
+BLACKWELL = {
+    "forward": ("b6_pair_stream", "b7_split_stream"),
+    "backward": ("b5_stream_backward", "b6_dq_once_backward"),
+}
+if DEVICE == "cuda":  # elsewhere only on an sm_100
+    BLACKWELL = dict.fromkeys(BLACKWELL, ())
 
 
-@pytest.mark.parametrize("impl", ("v1_tiled", "v8_own_waits"))
+@pytest.mark.parametrize("impl", ("v1_tiled", "v8_own_waits", *map(sweep, BLACKWELL["forward"])))
 @pytest.mark.parametrize("queries", (None, DELTA), ids=("all", "delta"))
 @pytest.mark.parametrize("mask", swept(MASKS, QUICK))
 def test_forward(mask, queries, impl):
@@ -97,7 +103,7 @@ def check_forward(case: Case, impl: str) -> None:
 
     def draw(i: int) -> tuple:
         call = case.arguments(BF16, i)
-        with kernels_run(), full_of_nan():
+        with kernels_run(impl), full_of_nan():
             out = gdpa(**call, impl=impl)
         return [out], *of_pytorch(prepared(call))
 
@@ -111,12 +117,22 @@ def prepared(call: dict) -> Batch:
     return replace(batch, segments=batch.mask.segments(*offsets, batch.lower_right, True))
 
 
-V4 = "v4_warp_specialized_backward"
+V4, V7 = "v4_warp_specialized_backward", "v7_wide_backward"
 MASKS_OF_GRADIENTS = MASKS | {"none": {}, "window_alone": {"window": 20}}
 
 
 @pytest.mark.parametrize(
-    "impl, head_dim", [("v1_tiled_backward", 64), sweep(V4, 64), (V4, 128)], ids=str
+    "impl, head_dim",
+    [
+        ("v1_tiled_backward", 64),
+        (V4, 32),
+        sweep(V4, 64),
+        sweep(V4, 96),
+        (V4, 128),
+        (V7, 256),
+        *(sweep(impl, dim) for impl in BLACKWELL["backward"] for dim in (64, 128)),
+    ],  # fmt: skip
+    ids=str,
 )
 @pytest.mark.parametrize("queries", (None, DELTA), ids=("all", "delta"))
 @pytest.mark.parametrize("mask", swept(MASKS_OF_GRADIENTS, QUICK))
@@ -124,7 +140,7 @@ def test_gradients(mask, queries, impl, head_dim):
     heads = {"num_heads": 2, "num_heads_k": 1, "head_dim": head_dim}
     call = required(case_of(mask, queries, **heads).arguments(BF16))
     grad = torch.randn(call["q"].shape).to(call["q"])
-    with kernels_run():
+    with kernels_run(impl):
         out = gdpa(**call, impl="v1_tiled", backward_impl=impl)
         found = torch.autograd.grad(out, [call[n] for n in "qkv"], grad)
 

@@ -100,12 +100,13 @@ def rounded_dq(sums: torch.Tensor, dq: torch.Tensor, factor: float, batch: Batch
 
 
 def tile_descriptors(
-    grad_out: torch.Tensor, batch: Batch, rows: int, keys: int
+    grad_out: torch.Tensor, batch: Batch, rows: int, keys: int, columns: int | None = None
 ) -> tuple[TensorDescriptor, ...]:
     """Descriptors of q, k, v and grad_out, which is copied where TMA cannot read it, in boxes of
-    `rows` rows of q and grad_out and of `keys` rows of k and v."""
+    `rows` rows of q and grad_out and of `keys` rows of k and v. columns: `width` of
+    `ragged_descriptor`."""
     tensors = (batch.q, rows), (batch.k, keys), (batch.v, keys), (tma_readable(grad_out), rows)
-    return tuple([ragged_descriptor(*each) for each in tensors])
+    return tuple([ragged_descriptor(*each, width=columns) for each in tensors])
 
 
 def launch_gradients(

@@ -9,7 +9,9 @@ from gdpa_kernels.device.pairs import CTAS
 from gdpa_kernels.device.ragged import ragged_descriptor
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.device.activations import foldable
+from gdpa_kernels.gdpa.device.segments import entry_mask
 from gdpa_kernels.gdpa.device.sums import add_up
+from gdpa_kernels.gdpa.device.work_list import entry
 
 
 @triton.aggregate
@@ -28,6 +30,18 @@ class Options:
     SLICES: tl.constexpr
     COLUMNS: tl.constexpr
     SHARE: tl.constexpr
+    LOWER_RIGHT: tl.constexpr
+    SEGMENTS: tl.constexpr
+    TARGET_GROUP: tl.constexpr
+    FULL_ROWS: tl.constexpr
+    OWN_RANKS: tl.constexpr
+
+
+@triton.jit
+def keys_of(list_ptr, segments_ptr, item, options):
+    """(first row, number of keys, mask) of an entry, which `query_tiles.span_of` takes."""
+    _, _, len_q, _, len_k, _, first = entry(list_ptr, item)
+    return first, len_k, entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
 
 
 def launch_forward_pairs(
@@ -55,8 +69,9 @@ def launch_forward_pairs(
         ragged_descriptor(batch.v, config.BLOCK_N, width=width // CTAS.value),
         ragged_descriptor(kernel_out.view(out.shape), rows, width=out_width),
         entries, batch.scale, factor,
-        GROUP=batch.group, ACTIVATION=batch.names, PACKED=packed, CAUSAL=batch.causal,
-        WINDOW=batch.window, BLOCK_N=config.BLOCK_N, BLOCK_D=width, NUM_STAGES=config.num_stages,
+        GROUP=batch.group, ACTIVATION=batch.names, PACKED=packed, CAUSAL=bool(batch.causal),
+        WINDOW=batch.window, LOWER_RIGHT=batch.lower_right, **batch.segment_options,
+        BLOCK_N=config.BLOCK_N, BLOCK_D=width, NUM_STAGES=config.num_stages,
         SLICES=config.slices, COLUMNS=config.columns, SHARE=config.share,
         REGISTERS=config.registers, num_warps=4, ctas_per_cga=(CTAS.value, 1, 1),
     )  # fmt: skip

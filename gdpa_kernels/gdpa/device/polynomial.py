@@ -37,7 +37,7 @@ from gdpa_kernels.gdpa.device.activations import (
     tanh_factors,
     tanh_packed,
 )
-from gdpa_kernels.gdpa.device.masks import mask_probabilities
+from gdpa_kernels.gdpa.device.query_tiles import mask_pairs
 
 SHARES = (0.125, 0.25, 0.5)
 """Shares of the scores of a row: one pair of every eight, four or two."""
@@ -171,18 +171,18 @@ def mixed_packed(s, scale, NAME: tl.constexpr, SHARE: tl.constexpr):
 
 
 @triton.jit
-def mixed_probabilities(s, scale, head, first_row, first_key, options):
+def mixed_probabilities(s, scale, head, row, first_key, mask, options):
     """activation(scale * s) in options.DTYPE, masked pairs zero; if options.PACKED `mixed_packed`
     computes it divided by scale / 2, a factor that the epilogue brings in.
 
     GELU and SiLU of 0 are 0: masking the scores is as good, and leaves the pairs of bf16 whole.
     """
     if options.PACKED:
-        s = mask_probabilities(s, first_row, first_key, options.CAUSAL, options.WINDOW)
+        s = mask_pairs(s, row, first_key, mask, options)
         x, t = mixed_packed(s, scale, options.ACTIVATION, options.SHARE)
         p = multiply_add_packed(x, t, x)
     else:
         p = activate_per_head(s, scale, head, options.ACTIVATION, True)
-        p = mask_probabilities(p, first_row, first_key, options.CAUSAL, options.WINDOW)
+        p = mask_pairs(p, row, first_key, mask, options)
         p = p.to(options.DTYPE)
     return p

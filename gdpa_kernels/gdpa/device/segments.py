@@ -36,7 +36,7 @@ twice, since gap_end >= gap_start; one with both kinds is left to `sees`. In blo
     they are     c, h  h     h     h     h     t   from 20 on: gap_start is 4, the contexts rounded
     t            0     -     -     4     8    12   up, and gap_end 12
 
-The plain kernels, v4 backward and v8 take these masks.
+`Requires` of each rung says whether it takes these masks.
 """
 
 from typing import NamedTuple

@@ -18,8 +18,8 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.device.ragged import BOUND
-from gdpa_kernels.gdpa.device.derivatives import mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.device.masks import mask_transposed
+from gdpa_kernels.gdpa.device.derivatives import times_slope, value_and_factor
+from gdpa_kernels.gdpa.device.key_tiles import mask_step
 
 KEYS = tl.constexpr(128)  # of a CTA: TMEM lanes
 ROWS = tl.constexpr(128)  # of a step
@@ -29,14 +29,16 @@ PART = tl.constexpr(HALF.value // 2)  # in registers at a time
 
 
 @triton.jit
-def store_p(role: tl.constexpr, part: tl.constexpr, s, p, scale, head, row, key, options):
+def store_p(
+    role: tl.constexpr, part: tl.constexpr, s, p, scale, head, row, key, options, mask=(0, None)
+):  # fmt: skip
     """Store P of a part of a role's rows, [keys, rows], over its S; return the slope, from which
-    `store_ds` computes dS. row: the role's first."""
+    `store_ds` computes dS. row: the role's first; mask: of `key_tiles`."""
     scores = tlx.local_load(tlx.subslice(s.buffer[0], role * HALF + part * PART, PART))
     y, slope = value_and_factor(scores, scale, head, options.ACTIVATION, options.FOLD)
-    y = mask_transposed(y, row + part * PART, key, options.CAUSAL, options.WINDOW)
+    y, slope = mask_step(y, slope, row + part * PART, key, mask, options)
     tlx.local_store(tlx.subslice(p.buffer[2 * role], part * PART, PART), y.to(options.DTYPE))
-    return mask_slope(slope, row + part * PART, key, options.CAUSAL, options.WINDOW, options.FOLD)
+    return slope
 
 
 @triton.jit

@@ -44,9 +44,14 @@ def default_config(batch: Batch) -> Config:
     return Config()
 
 
-def rows_of(head_dim: int) -> int:
+def columns_of(head_dim: int) -> int:
+    """Columns of a tile, 64 or 128; those beyond head_dim are zero."""
+    return 64 if head_dim <= 64 else 128
+
+
+def rows_of(columns: int) -> int:
     """Rows of a step: a consumer's half of their dQ is [64, 64]."""
-    return 2 * 64 * 64 // head_dim
+    return 2 * 64 * 64 // columns
 
 
 @triton.jit

@@ -65,10 +65,9 @@ from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.derivatives import dk_factor, dv_factor
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
-    head_and_row,
     sums_commute,
 )
-from gdpa_kernels.gdpa.device.gradients import steps_of as steps_of_keys
+from gdpa_kernels.gdpa.device.key_tiles import row_of_step, span_of
 from gdpa_kernels.gdpa.device.pair_steps import (
     ITEM,
     Descriptors,
@@ -79,6 +78,7 @@ from gdpa_kernels.gdpa.device.pair_steps import (
     fetch,
     launch_backward_pairs,
 )
+from gdpa_kernels.gdpa.device.segments import entry_mask
 from gdpa_kernels.gdpa.device.tensor_memory import HALF, KEYS, MATH_ROLES, ROWS
 from gdpa_kernels.gdpa.device.work_list import ZigzagRecipe, count_items, entry, key_list_recipe
 
@@ -126,20 +126,26 @@ class Options:
     HEAD_DIM: tl.constexpr
     DTYPE: tl.constexpr
     ONCE: tl.constexpr
+    LOWER_RIGHT: tl.constexpr
+    SEGMENTS: tl.constexpr
+    TARGET_GROUP: tl.constexpr
+    FULL_ROWS: tl.constexpr
+    OWN_RANKS: tl.constexpr
 
 
 @triton.jit
-def steps_of(key, len_q, options):
-    """(first row, steps) of an item; if its dQ is written once, all rows, seen by a key or not."""
+def rows_of(key, len_q, len_k, mask, options):
+    """(span, steps) of an item, see `key_tiles.span_of`; if its dQ is written once, all rows, seen
+    by a key or not."""
     if options.ONCE:
-        start, steps = 0, tl.maximum(tl.cdiv(len_q, ROWS), 1)
+        span, steps = (0, 0, 0), tl.maximum(tl.cdiv(len_q, ROWS), 1)
     else:
-        start, steps = steps_of_keys(key, len_q, ROWS, ITEM, options)
-    return start, steps
+        span, steps = span_of(key, len_q, len_k, mask, ROWS, ITEM, options)
+    return span, steps
 
 
 @triton.jit
-def load(role: tl.constexpr, descs, k_rows, k, v, q, g, list_ptr, options):
+def load(role: tl.constexpr, descs, k_rows, k, v, q, g, list_ptr, segments_ptr, options):
     """A producer of a CTA, 0 of rows, 1 of columns, in the order in which buffers are free."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
     TILE: tl.constexpr = CTAS * KEYS * options.HEAD_DIM * tlx.size_of(options.DTYPE)
@@ -152,12 +158,13 @@ def load(role: tl.constexpr, descs, k_rows, k, v, q, g, list_ptr, options):
     for item in tl.range(first, num_items, pairs):
         start_k, _, len_k, start_g, len_q, head_k, key = entry(list_ptr, item)
         start_q = 0 if options.SHARED_Q else start_g
-        start, steps = steps_of(key, len_q, options)
+        mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
+        span, steps = rows_of(key, len_q, len_k, mask, options)
         cta_key = key + rank * KEYS
         if role == 0:
             fetch(descs.k_rows, k_rows, phase ^ 1, TILE, start_k, len_k, head_k, cta_key, 0)
         for step in tl.range(0, steps * options.GROUP):
-            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
+            head, row = row_of_step(step, steps, span, head_k, ROWS, options)
             half = row + rank * HALF
             free = ((count + step) & 1) ^ 1
             if role == 0:
@@ -203,7 +210,7 @@ def from_ds(q, k, ds, dk, dk_empty, dq, count, phase, use_acc, ends, zero, optio
 
 
 @triton.jit
-def mma(k_rows, k, v, q, g, s, p, dp, ds, dv, dk, dk_empty, dq, list_ptr, options):
+def mma(k_rows, k, v, q, g, s, p, dp, ds, dv, dk, dk_empty, dq, list_ptr, segments_ptr, options):
     """All MMAs, issued by the leader: S of a step, then dK and dQ of the step before, also across
     the border of two items. The peer's thread tells the leader that dS has arrived there."""
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
@@ -212,8 +219,9 @@ def mma(k_rows, k, v, q, g, s, p, dp, ds, dv, dk, dk_empty, dq, list_ptr, option
     leads = tlx.cluster_cta_rank() == 0
     phase, count, previous_steps = 0, 0, 0  # before: steps of the last item
     for item in tl.range(first, num_items, pairs):
-        _, _, _, _, len_q, _, key = entry(list_ptr, item)
-        _, steps = steps_of(key, len_q, options)
+        _, _, len_k, _, len_q, _, key = entry(list_ptr, item)
+        mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
+        _, steps = rows_of(key, len_q, len_k, mask, options)
         if leads:
             for step in tl.range(0, steps * options.GROUP, num_stages=0):
                 now = count + step
@@ -284,28 +292,30 @@ def put_sum(desc, sums, empty, buffer, factor, start, length, head, key):
 
 
 @triton.jit
-def math(role: tl.constexpr, s, p, dp, ds, list_ptr, scale, options):
+def math(role: tl.constexpr, s, p, dp, ds, list_ptr, segments_ptr, scale, options):
     """A consumer: 64 rows of every step."""
     rank = tlx.cluster_cta_rank()
     first, pairs = pair_index_and_count()
     num_items = count_items(list_ptr)
     count = 0
     for item in tl.range(first, num_items, pairs):
-        _, _, _, _, len_q, head_k, key = entry(list_ptr, item)
-        start, steps = steps_of(key, len_q, options)
+        _, _, len_k, _, len_q, head_k, key = entry(list_ptr, item)
+        mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
+        span, steps = rows_of(key, len_q, len_k, mask, options)
         key += rank * KEYS
         for step in tl.range(0, steps * options.GROUP):
-            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
+            head, row = row_of_step(step, steps, span, head_k, ROWS, options)
             row += role * HALF
             compute_p_and_ds(
-                role, s, p, dp, ds, (count + step) & 1, scale, head, row, key, rank, options
+                role, s, p, dp, ds, (count + step) & 1, scale, head, row, key, rank, options, mask
             )
         count += steps * options.GROUP
 
 
 @triton.jit
 def output(
-    dq, dv, dk, dk_empty, staging, staged, gradients, list_ptr, scale, output_scale, options
+    dq, dv, dk, dk_empty, staging, staged, gradients, list_ptr, segments_ptr, scale, output_scale,
+    options,
 ):  # fmt: skip
     """Adds this CTA's 64 rows of dQ of every step to memory, or writes them; stores dV and dK of
     its keys."""
@@ -317,7 +327,8 @@ def output(
     phase, count = 0, 0
     for item in tl.range(first, num_items, pairs):
         start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
-        start, steps = steps_of(key, len_q, options)
+        mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
+        span, steps = rows_of(key, len_q, len_k, mask, options)
         key += rank * KEYS
         for step in tl.range(0, steps * options.GROUP):
             if step + 1 == steps * options.GROUP:
@@ -325,7 +336,7 @@ def output(
                 put_sum(
                     gradients.dv, dv.buffer[0], None, staged, of_dv, start_k, len_k, head_k, key
                 )
-            head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
+            head, row = row_of_step(step, steps, span, head_k, ROWS, options)
             tlx.barrier_wait(dq.full[0], (count + step) & 1)
             x = tlx.local_load(dq.buffer[0])
             tlx.barrier_arrive(dq.empty[0], 1, remote_cta_rank=0)
@@ -351,12 +362,16 @@ def backward_kernel(
     dq_desc, dk_desc, dv_desc, list_ptr, scale, output_scale,
     GROUP: tl.constexpr, SHARED_Q: tl.constexpr, ACTIVATION: tl.constexpr, FOLD: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, ONCE: tl.constexpr,
-    REGISTERS: tl.constexpr,
+    REGISTERS: tl.constexpr, LOWER_RIGHT: tl.constexpr = False, segments_ptr=None,
+    TARGET_GROUP: tl.constexpr = 1, FULL_ROWS: tl.constexpr = 0, OWN_RANKS: tl.constexpr = False,
 ):  # fmt: skip
     """dK and dV of the listed items of this pair, and what their keys add to dQ."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_rows_desc)
     WIDTH: tl.constexpr = HEAD_DIM // CTAS
-    options = Options(GROUP, SHARED_Q, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, DTYPE, ONCE)
+    options = Options(
+        GROUP, SHARED_Q, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, DTYPE, ONCE, LOWER_RIGHT,
+        segments_ptr is not None, TARGET_GROUP, FULL_ROWS, OWN_RANKS,
+    )  # fmt: skip
     k_rows = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, 1)
     k = tlx.local_alloc((KEYS, WIDTH), DTYPE, CTAS)  # of both CTAs
     v = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, 1)
@@ -408,15 +423,21 @@ def backward_kernel(
     with tlx.async_tasks():
         with tlx.async_task("default"):
             output(
-                dq, dv, dk[0], dk_empty, staging[0], staged[0], gradients, list_ptr, scale,
-                output_scale, options,
+                dq, dv, dk[0], dk_empty, staging[0], staged[0], gradients, list_ptr,
+                segments_ptr, scale, output_scale, options,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
-            math(tlx.async_task_replica_id(), s, p, dp, ds, list_ptr, scale, options)
+            math(tlx.async_task_replica_id(), s, p, dp, ds, list_ptr, segments_ptr, scale, options)
         with tlx.async_task(num_warps=1, registers=64, replicate=PRODUCERS):
-            load(tlx.async_task_replica_id(), descs, k_rows, k, v, q, g, list_ptr, options)
+            load(
+                tlx.async_task_replica_id(), descs, k_rows, k, v, q, g, list_ptr, segments_ptr,
+                options,
+            )  # fmt: skip
         with tlx.async_task(num_warps=1, registers=64):
-            mma(k_rows, k, v, q, g, s, p, dp, ds, dv, dk[0], dk_empty, dq, list_ptr, options)
+            mma(
+                k_rows, k, v, q, g, s, p, dp, ds, dv, dk[0], dk_empty, dq, list_ptr, segments_ptr,
+                options,
+            )  # fmt: skip
 
 
 def backward(

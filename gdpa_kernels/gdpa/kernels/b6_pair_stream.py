@@ -47,9 +47,10 @@ from gdpa_kernels.device.pairs import (
     weighted_sum,
 )
 from gdpa_kernels.gdpa.batch import Batch, WorkList
-from gdpa_kernels.gdpa.device.masks import key_range
-from gdpa_kernels.gdpa.device.pair_streams import Options, launch_forward_pairs
+from gdpa_kernels.gdpa.device.pair_streams import Options, keys_of, launch_forward_pairs
 from gdpa_kernels.gdpa.device.polynomial import mixed_probabilities
+from gdpa_kernels.gdpa.device.query_tiles import key_of, span_of
+from gdpa_kernels.gdpa.device.segments import entry_mask
 from gdpa_kernels.gdpa.device.work_list import ZigzagRecipe, count_items, entry, query_list_recipe
 
 ROWS = tl.constexpr(128)  # of a CTA and tile
@@ -85,14 +86,7 @@ def work_list_recipe(batch: Batch, config: Config) -> ZigzagRecipe:
 
 
 @triton.jit
-def blocks_of(len_k, first, options):
-    """(first key, blocks of keys) of an item; at least one block: without keys it is zero."""
-    start, end = key_range(first, len_k, ITEM, options.BLOCK_N, options.CAUSAL, options.WINDOW)
-    return start, tl.maximum(tl.cdiv(end - start, options.BLOCK_N), 1)
-
-
-@triton.jit
-def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
+def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, segments_ptr, options):
     """The producer of a CTA; the leader's also expects the bytes of both."""
     BYTES: tl.constexpr = options.BLOCK_N * options.BLOCK_D * tlx.size_of(options.DTYPE)
     Q_BYTES: tl.constexpr = CTAS * ROWS * options.BLOCK_D * tlx.size_of(options.DTYPE)
@@ -102,7 +96,8 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
     tile, count = 0, 0
     while item < num_items:
         start_q, _, len_q, start_k, len_k, head, first = entry(list_ptr, item)
-        start, blocks = blocks_of(len_k, first, options)
+        mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
+        span, blocks = span_of(first, len_k, mask, ITEM, options)
         for role in tl.static_range(ROLES):
             slot = tile % Q_ITEMS * ROLES + role
             tlx.barrier_wait(q.empty[slot], ((tile // Q_ITEMS) & 1) ^ 1)
@@ -114,7 +109,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
             stage = count % options.NUM_STAGES
             free = ((count // options.NUM_STAGES) & 1) ^ 1
             kv_head = head // options.GROUP
-            key = start + block * options.BLOCK_N
+            key = key_of(span, block, options)
             cta_key = key + rank * (options.BLOCK_N // CTAS)
             column = rank * (options.BLOCK_D // CTAS)
             tlx.barrier_wait(k.empty[stage], free)
@@ -128,7 +123,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
 
 
 @triton.jit
-def mma(q, k, v, s, p, o, list_ptr, options):
+def mma(q, k, v, s, p, o, list_ptr, segments_ptr, options):
     """All MMAs, issued by the leader: for each tile P V of a block, then S of the next block, also
     across the border of two items."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
@@ -136,10 +131,11 @@ def mma(q, k, v, s, p, o, list_ptr, options):
     num_items = count_items(list_ptr)
     tile, count, block = 0, 0, 0
     if (tlx.cluster_cta_rank() == 0) & (item < num_items):
-        _, _, _, _, len_k, _, first = entry(list_ptr, item)
-        _, blocks = blocks_of(len_k, first, options)
+        first, len_k, mask = keys_of(list_ptr, segments_ptr, item, options)
+        _, blocks = span_of(first, len_k, mask, ITEM, options)
+        following = tl.minimum(item + pairs, num_items - 1)
         # The next item's, loaded an item ahead.
-        _, _, _, _, len_k, _, first = entry(list_ptr, tl.minimum(item + pairs, num_items - 1))
+        first, len_k, mask = keys_of(list_ptr, segments_ptr, following, options)
         tlx.barrier_wait(k.full[0], 0)
         for role in tl.static_range(ROLES):
             tlx.barrier_wait(q.full[role], 0)
@@ -153,9 +149,9 @@ def mma(q, k, v, s, p, o, list_ptr, options):
             tile += tl.where(last, 1, 0)
             block = tl.where(last, 0, block + 1)
             if last:
-                _, blocks = blocks_of(len_k, first, options)
+                _, blocks = span_of(first, len_k, mask, ITEM, options)
                 following = tl.minimum(item + pairs, num_items - 1)
-                _, _, _, _, len_k, _, first = entry(list_ptr, following)
+                first, len_k, mask = keys_of(list_ptr, segments_ptr, following, options)
             v_stage = count % NUM_STAGES
             stage = (count + 1) % NUM_STAGES
             tlx.barrier_wait(v.full[v_stage], (count // NUM_STAGES) & 1)
@@ -180,7 +176,7 @@ def mma(q, k, v, s, p, o, list_ptr, options):
 
 
 @triton.jit
-def math(role: tl.constexpr, s, p, list_ptr, scale, options):
+def math(role: tl.constexpr, s, p, list_ptr, segments_ptr, scale, options):
     """The activation of a role's tile of this CTA."""
     WIDTH: tl.constexpr = options.BLOCK_N // options.SLICES
     rank = tlx.cluster_cta_rank()
@@ -188,15 +184,16 @@ def math(role: tl.constexpr, s, p, list_ptr, scale, options):
     num_items = count_items(list_ptr)
     count = 0
     while item < num_items:
-        _, _, _, _, len_k, head, first = entry(list_ptr, item)
-        start, blocks = blocks_of(len_k, first, options)
+        _, _, len_q, _, len_k, head, first = entry(list_ptr, item)
+        mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
+        span, blocks = span_of(first, len_k, mask, ITEM, options)
         row = first + (role * CTAS + rank) * ROWS
         for block in tl.range(0, blocks):
-            key = start + block * options.BLOCK_N
+            key = key_of(span, block, options)
             tlx.barrier_wait(s.full[role], count & 1)
             for part in tl.static_range(options.SLICES):
                 x = tlx.local_load(tlx.subslice(s.buffer[role], part * WIDTH, WIDTH))
-                x = mixed_probabilities(x, scale, head, row, key + part * WIDTH, options)
+                x = mixed_probabilities(x, scale, head, row, key + part * WIDTH, mask, options)
                 tlx.local_store(tlx.subslice(p.buffer[2 * role], part * WIDTH, WIDTH), x)
                 tlx.barrier_arrive(p.full[role * options.SLICES + part], 1, remote_cta_rank=0)
             count += 1
@@ -232,12 +229,14 @@ def pair_stream_kernel(
     GROUP: tl.constexpr, ACTIVATION: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
     SLICES: tl.constexpr, COLUMNS: tl.constexpr, SHARE: tl.constexpr, REGISTERS: tl.constexpr,
+    LOWER_RIGHT: tl.constexpr = False, segments_ptr=None, TARGET_GROUP: tl.constexpr = 1,
+    FULL_ROWS: tl.constexpr = 0, OWN_RANKS: tl.constexpr = False,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for the listed work of this pair of CTAs."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
     options = Options(
         GROUP, ACTIVATION, PACKED, CAUSAL, WINDOW, DTYPE, BLOCK_N, BLOCK_D, NUM_STAGES, SLICES,
-        COLUMNS, SHARE,
+        COLUMNS, SHARE, LOWER_RIGHT, segments_ptr is not None, TARGET_GROUP, FULL_ROWS, OWN_RANKS,
     )  # fmt: skip
     out = tlx.local_alloc((ROWS, out_desc.block_shape[4]), tlx.dtype_of(out_desc), Q_ITEMS * ROLES)
     q = out
@@ -259,11 +258,11 @@ def pair_stream_kernel(
         with tlx.async_task("default"):
             output(out_desc, out, q, o, list_ptr, output_scale, options)
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=ROLES):
-            math(tlx.async_task_replica_id(), s, p, list_ptr, scale, options)
+            math(tlx.async_task_replica_id(), s, p, list_ptr, segments_ptr, scale, options)
         with tlx.async_task(num_warps=1, registers=48):
-            mma(q, k, v, s, p, o, list_ptr, options)
+            mma(q, k, v, s, p, o, list_ptr, segments_ptr, options)
         with tlx.async_task(num_warps=1, registers=48):
-            load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options)
+            load(q_desc, k_desc, v_desc, q, k, v, list_ptr, segments_ptr, options)
 
 
 def forward(

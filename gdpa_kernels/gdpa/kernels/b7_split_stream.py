@@ -46,9 +46,10 @@ from gdpa_kernels.device.pairs import (
     weighted_sum,
 )
 from gdpa_kernels.gdpa.batch import Batch, WorkList
-from gdpa_kernels.gdpa.device.masks import key_range
-from gdpa_kernels.gdpa.device.pair_streams import Options, launch_forward_pairs
+from gdpa_kernels.gdpa.device.pair_streams import Options, keys_of, launch_forward_pairs
 from gdpa_kernels.gdpa.device.polynomial import mixed_probabilities
+from gdpa_kernels.gdpa.device.query_tiles import key_of, span_of
+from gdpa_kernels.gdpa.device.segments import entry_mask
 from gdpa_kernels.gdpa.device.work_list import ZigzagRecipe, count_items, entry, query_list_recipe
 
 ROWS = tl.constexpr(128)  # of a CTA and item
@@ -86,14 +87,7 @@ def work_list_recipe(batch: Batch, config: Config) -> ZigzagRecipe:
 
 
 @triton.jit
-def blocks_of(len_k, first, options):
-    """(first key, blocks of keys) of an item; at least one block: without keys it is zero."""
-    start, end = key_range(first, len_k, ITEM, options.BLOCK_N, options.CAUSAL, options.WINDOW)
-    return start, tl.maximum(tl.cdiv(end - start, options.BLOCK_N), 1)
-
-
-@triton.jit
-def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
+def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, segments_ptr, options):
     """The producer of a CTA; the leader's also expects the bytes of both."""
     BYTES: tl.constexpr = options.BLOCK_N * options.BLOCK_D * tlx.size_of(options.DTYPE)
     Q_BYTES: tl.constexpr = CTAS * ROWS * options.BLOCK_D * tlx.size_of(options.DTYPE)
@@ -103,7 +97,8 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
     tile, count = 0, 0
     while item < num_items:
         start_q, _, len_q, start_k, len_k, head, first = entry(list_ptr, item)
-        start, blocks = blocks_of(len_k, first, options)
+        mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
+        span, blocks = span_of(first, len_k, mask, ITEM, options)
         slot = q.acquire(tile)
         tlx.barrier_expect_bytes(q.full[slot], Q_BYTES, pred=rank == 0)
         row = first + rank * ROWS
@@ -113,7 +108,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
             stage = count % options.NUM_STAGES
             free = ((count // options.NUM_STAGES) & 1) ^ 1
             kv_head = head // options.GROUP
-            key = start + block * options.BLOCK_N
+            key = key_of(span, block, options)
             cta_key = key + rank * (options.BLOCK_N // CTAS)
             column = rank * (options.BLOCK_D // CTAS)
             tlx.barrier_wait(k.empty[stage], free)
@@ -127,7 +122,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
 
 
 @triton.jit
-def mma(q, k, v, s, p, o, list_ptr, options):
+def mma(q, k, v, s, p, o, list_ptr, segments_ptr, options):
     """All MMAs, issued by the leader: P V of a block, then S of the block after the next, which is
     the same role's, also across the border of two items."""
     item, pairs = pair_index_and_count()
@@ -136,10 +131,11 @@ def mma(q, k, v, s, p, o, list_ptr, options):
     out = 0  # the item of the next P V
     older, newer = 0, 0  # of the two blocks before `count`: ISSUED, and whether BEGINS and ENDS
     if (tlx.cluster_cta_rank() == 0) & (item < num_items):
-        _, _, _, _, len_k, _, first = entry(list_ptr, item)
-        _, blocks = blocks_of(len_k, first, options)
+        first, len_k, mask = keys_of(list_ptr, segments_ptr, item, options)
+        _, blocks = span_of(first, len_k, mask, ITEM, options)
+        following = tl.minimum(item + pairs, num_items - 1)
         # The next item's, loaded an item ahead.
-        _, _, _, _, len_k, _, first = entry(list_ptr, tl.minimum(item + pairs, num_items - 1))
+        first, len_k, mask = keys_of(list_ptr, segments_ptr, following, options)
         while (item < num_items) | (older + newer > 0):
             for role in tl.static_range(ROLES):
                 if older > 0:
@@ -172,14 +168,14 @@ def mma(q, k, v, s, p, o, list_ptr, options):
                     if last:
                         tile += 1
                         item += pairs
-                        _, blocks = blocks_of(len_k, first, options)
+                        _, blocks = span_of(first, len_k, mask, ITEM, options)
                         following = tl.minimum(item + pairs, num_items - 1)
-                        _, _, _, _, len_k, _, first = entry(list_ptr, following)
+                        first, len_k, mask = keys_of(list_ptr, segments_ptr, following, options)
                 count += 1
 
 
 @triton.jit
-def math(role: tl.constexpr, s, p, list_ptr, scale, options):
+def math(role: tl.constexpr, s, p, list_ptr, segments_ptr, scale, options):
     """The activation of a role's blocks of this CTA's rows."""
     WIDTH: tl.constexpr = options.BLOCK_N // options.SLICES
     rank = tlx.cluster_cta_rank()
@@ -187,16 +183,17 @@ def math(role: tl.constexpr, s, p, list_ptr, scale, options):
     num_items = count_items(list_ptr)
     count = 0
     while item < num_items:
-        _, _, _, _, len_k, head, first = entry(list_ptr, item)
-        start, blocks = blocks_of(len_k, first, options)
+        _, _, len_q, _, len_k, head, first = entry(list_ptr, item)
+        mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
+        span, blocks = span_of(first, len_k, mask, ITEM, options)
         row = first + rank * ROWS
         for block in tl.range((count + role) % ROLES, blocks, ROLES):
-            key = start + block * options.BLOCK_N
+            key = key_of(span, block, options)
             use = (count + block) // ROLES
             tlx.barrier_wait(s.full[role], use & 1)
             for part in tl.static_range(options.SLICES):
                 x = tlx.local_load(tlx.subslice(s.buffer[role], part * WIDTH, WIDTH))
-                x = mixed_probabilities(x, scale, head, row, key + part * WIDTH, options)
+                x = mixed_probabilities(x, scale, head, row, key + part * WIDTH, mask, options)
                 tlx.local_store(tlx.subslice(p.buffer[2 * role], part * WIDTH, WIDTH), x)
                 tlx.barrier_arrive(p.full[role * options.SLICES + part], 1, remote_cta_rank=0)
         count += blocks
@@ -231,12 +228,14 @@ def split_stream_kernel(
     GROUP: tl.constexpr, ACTIVATION: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
     SLICES: tl.constexpr, COLUMNS: tl.constexpr, SHARE: tl.constexpr, REGISTERS: tl.constexpr,
+    LOWER_RIGHT: tl.constexpr = False, segments_ptr=None, TARGET_GROUP: tl.constexpr = 1,
+    FULL_ROWS: tl.constexpr = 0, OWN_RANKS: tl.constexpr = False,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for the listed work of this pair of CTAs."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
     options = Options(
         GROUP, ACTIVATION, PACKED, CAUSAL, WINDOW, DTYPE, BLOCK_N, BLOCK_D, NUM_STAGES, SLICES,
-        COLUMNS, SHARE,
+        COLUMNS, SHARE, LOWER_RIGHT, segments_ptr is not None, TARGET_GROUP, FULL_ROWS, OWN_RANKS,
     )  # fmt: skip
     out = tlx.local_alloc((ROWS, out_desc.block_shape[4]), tlx.dtype_of(out_desc), Q_SLOTS)
     q = out
@@ -260,11 +259,11 @@ def split_stream_kernel(
         with tlx.async_task("default"):
             output(out_desc, out, q, o, list_ptr, output_scale, options)
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=ROLES):
-            math(tlx.async_task_replica_id(), s, p, list_ptr, scale, options)
+            math(tlx.async_task_replica_id(), s, p, list_ptr, segments_ptr, scale, options)
         with tlx.async_task(num_warps=1, registers=48):
-            mma(q, k, v, s, p, o, list_ptr, options)
+            mma(q, k, v, s, p, o, list_ptr, segments_ptr, options)
         with tlx.async_task(num_warps=1, registers=48):
-            load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options)
+            load(q_desc, k_desc, v_desc, q, k, v, list_ptr, segments_ptr, options)
 
 
 def forward(

@@ -46,20 +46,17 @@ from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.derivatives import (
     dk_factor,
     dv_factor,
-    mask_slope,
     times_slope,
     value_and_factor,
 )
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
-    head_and_row,
     launch_gradients,
-    steps_of,
     sums_commute,
     tile_descriptors,
 )
-from gdpa_kernels.gdpa.device.masks import all_visible, mask_transposed
-from gdpa_kernels.gdpa.device.segments import entry_mask, row_intervals, sees, sees_all, skip_gap
+from gdpa_kernels.gdpa.device.key_tiles import mask_step, row_of_step, span_of
+from gdpa_kernels.gdpa.device.segments import entry_mask
 from gdpa_kernels.gdpa.device.ticket_list import TicketRecipe, ticket_recipe, uses_tickets
 from gdpa_kernels.gdpa.device.tickets import each_tile, new_counter, tickets_of
 from gdpa_kernels.gdpa.device.two_consumers import (
@@ -67,6 +64,7 @@ from gdpa_kernels.gdpa.device.two_consumers import (
     MATH_ROLES,
     TILE,
     TicketConfig,
+    columns_of,
     dq_product,
     fetch_both,
     rows_of,
@@ -94,7 +92,7 @@ def work_list_recipe(batch: Batch, config: Config) -> ZigzagRecipe | TicketRecip
     """The list of tiles of keys, those with the most queries first."""
     if config.tickets:
         return ticket_recipe(batch, TILE.value, multiprocessors(batch.device), transposed=True)
-    return key_list_recipe(batch, TILE.value, rows_of(batch.head_dim))
+    return key_list_recipe(batch, TILE.value, rows_of(columns_of(batch.head_dim)))
 
 
 @triton.aggregate
@@ -123,33 +121,6 @@ class Options:
 
 
 @triton.jit
-def span_of(key, len_q, len_k, mask, options):
-    """((first row, gap_start, gap_end), steps) of the tile of keys at `key`; see `skip_gap`."""
-    shift, segments = mask
-    gap_start, gap_end = 0, 0
-    if options.SEGMENTS:
-        start, end, gap_start, gap_end = row_intervals(
-            key, TILE, len_q, len_k, segments, options.ROWS
-        )
-        steps = tl.maximum(tl.cdiv(end - start, options.ROWS), 1)
-    else:
-        if options.LOWER_RIGHT:
-            key = tl.maximum(key - shift, 0)
-        start, steps = steps_of(key, len_q, options.ROWS, TILE, options)
-    return (start, gap_start, gap_end), steps
-
-
-@triton.jit
-def row_of_step(step, steps, span, head_k, options):
-    """(head, row) of a step; without segments there is one stretch of rows."""
-    start, gap_start, gap_end = span
-    head, row = head_and_row(step, steps, start, head_k, options.GROUP, options.ROWS)
-    if options.SEGMENTS:
-        row = skip_gap(row, gap_start, gap_end)
-    return head, row
-
-
-@triton.jit
 def load(
     item, tile, count, q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, segments_ptr, options
 ):  # fmt: skip
@@ -158,12 +129,12 @@ def load(
     start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
     start_q = 0 if options.SHARED_Q else start_out
     mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
-    span, steps = span_of(key, len_q, len_k, mask, options)
+    span, steps = span_of(key, len_q, len_k, mask, options.ROWS, TILE, options)
     stage = tile % options.K_STAGES
     tlx.barrier_wait(k.empty[stage], (tile // options.K_STAGES & 1) ^ 1)
     fetch_both(k_desc, k, stage, start_k, len_k, head_k, key)
     for step in tl.range(0, steps * GROUP):
-        head, row = row_of_step(step, steps, span, head_k, options)
+        head, row = row_of_step(step, steps, span, head_k, options.ROWS, options)
         stage = (count + step) % options.Q_STAGES
         tlx.barrier_wait(q.empty[stage], (((count + step) // options.Q_STAGES) & 1) ^ 1)
         fetch_rows(q_desc, q.buffer[stage], q.full[stage], start_q, len_q, head, row)
@@ -181,20 +152,7 @@ def differentiate(s, v, g, dv, count, scale, head, row, key, mask, options):
     """dS of a step, and dv with its MMA in flight. `count` counts steps of all tiles."""
     stage = count % options.G_STAGES
     p, slope = value_and_factor(s, scale, head, options.ACTIVATION, options.FOLD)
-    shift, segments = mask
-    position = row + shift
-    if options.SEGMENTS:
-        if not sees_all(position, key, options.ROWS, KEYS, segments):
-            i = position + tl.arange(0, options.ROWS)[None, :]
-            j = key + tl.arange(0, KEYS)[:, None]
-            seen = sees(i, j, segments)
-            p = tl.where(seen, p, 0.0)
-            slope = tl.where(seen, slope, -1.0 if options.FOLD else 0.0)
-    elif not (
-        options.ASKS and all_visible(row, key, options.ROWS, KEYS, options.CAUSAL, options.WINDOW)
-    ):
-        p = mask_transposed(p, row, key - shift, options.CAUSAL, options.WINDOW)
-        slope = mask_slope(slope, row, key - shift, options.CAUSAL, options.WINDOW, options.FOLD)
+    p, slope = mask_step(p, slope, row, key, mask, options, options.ASKS)
     tlx.barrier_wait(g.full[stage], (count // options.G_STAGES) & 1)
     dp = tlx.async_dot(v, tlx.local_trans(g.buffer[stage]))
     dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[stage], dv)
@@ -223,7 +181,7 @@ def math(
     k_buffer = tile % K_STAGES * MATH_ROLES
     start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
     mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
-    span, steps = span_of(key, len_q, len_k, mask, options)
+    span, steps = span_of(key, len_q, len_k, mask, options.ROWS, TILE, options)
     all_steps = uniform(steps * GROUP)  # the compiler must not know that it is even
     key += role * KEYS
     dk = tl.zeros([KEYS, HEAD_DIM], tl.float32)
@@ -234,7 +192,7 @@ def math(
     s = tlx.async_dot_wait(0, s)
     tlx.barrier_wait(v.full[0], tile & 1)
     ds_tile = ds.buffer[(count & 1) * MATH_ROLES + role]
-    head, row = row_of_step(0, steps, span, head_k, options)
+    head, row = row_of_step(0, steps, span, head_k, options.ROWS, options)
     d, dv = differentiate(s, v.buffer[role], g, dv, count, scale, head, row, key, mask, options)
     store_ds(ds, ds_tile, d, count)
     dk = tlx.async_dot(d, q.buffer[count % Q_STAGES], dk)
@@ -247,14 +205,14 @@ def math(
     for step in tl.range(1, all_steps, num_stages=0):
         now = count + step
         zero = keep_runtime(step)
-        head, row = row_of_step(step, steps, span, head_k, options)
+        head, row = row_of_step(step, steps, span, head_k, options.ROWS, options)
         ds_tile = ds.buffer[(now & 1) * MATH_ROLES + role]
         d, dv = differentiate(
             s, v.buffer[role + zero], g, dv, now, scale, head, row, key, mask, options
         )
         store_ds(ds, ds_tile, d, now)
         if step > 1:
-            head, row = row_of_step(step - 2, steps, span, head_k, options)
+            head, row = row_of_step(step - 2, steps, span, head_k, options.ROWS, options)
             staged_dq = staging[role + zero]
             add_rows(role, gradients.dq, staged_dq, start_out, len_q, head, row, options)
         dk = tlx.async_dot(d, q.buffer[now % Q_STAGES], dk)
@@ -275,12 +233,12 @@ def math(
     tlx.barrier_arrive(ds.empty[(count - 1) & 1])
     tlx.fence("async_shared")
     if all_steps > 1:
-        head, row = row_of_step(all_steps - 2, steps, span, head_k, options)
+        head, row = row_of_step(all_steps - 2, steps, span, head_k, options.ROWS, options)
         add_rows(role, gradients.dq, staging[role], start_out, len_q, head, row, options)
     stage_tile(staging[role], dq)
     dv = dv * dv_factor(scale, output_scale, options.FOLD)
     put_rows(gradients.dv, v.buffer[role], start_k, len_k, head_k, key, dv.to(options.DTYPE))
-    head, row = row_of_step(all_steps - 1, steps, span, head_k, options)
+    head, row = row_of_step(all_steps - 1, steps, span, head_k, options.ROWS, options)
     add_rows(role, gradients.dq, staging[role], start_out, len_q, head, row, options)
     dk = dk * dk_factor(scale, output_scale, options.FOLD)
     tlx.async_descriptor_store_wait(0)
@@ -346,11 +304,12 @@ def backward(
     work_list: WorkList | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv), shaped as q, k and v, contiguous; grad_out may have any strides."""
-    config, rows = config or default_config(batch), rows_of(batch.head_dim)
+    config, columns = config or default_config(batch), columns_of(batch.head_dim)
     (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
-    boxes = (64, 64), (KEYS.value, None), (KEYS.value, None)
-    loads = tile_descriptors(grad_out, batch, rows, KEYS.value)
+    rows = rows_of(columns)
+    boxes = (64, 64), (KEYS.value, columns), (KEYS.value, columns)
+    loads = tile_descriptors(grad_out, batch, rows, KEYS.value, columns)
     return launch_gradients(
         backward_kernel, batch, config, loads, boxes, (entries,), len(entries) - 1, ROWS=rows,
-        counter_ptr=new_counter(batch) if config.tickets else None,
+        HEAD_DIM=columns, counter_ptr=new_counter(batch) if config.tickets else None,
     )  # fmt: skip

@@ -49,19 +49,17 @@ from gdpa_kernels.gdpa.batch import Batch, WorkList
 from gdpa_kernels.gdpa.device.derivatives import (
     dk_factor,
     dv_factor,
-    mask_slope,
     times_slope,
     value_and_factor,
 )
 from gdpa_kernels.gdpa.device.gradients import (
     Gradients,
-    head_and_row,
     launch_gradients,
-    steps_of,
     sums_commute,
     tile_descriptors,
 )
-from gdpa_kernels.gdpa.device.masks import mask_transposed
+from gdpa_kernels.gdpa.device.key_tiles import mask_step, row_of_step, span_of
+from gdpa_kernels.gdpa.device.segments import entry_mask
 from gdpa_kernels.gdpa.device.ticket_list import TicketRecipe, ticket_recipe, uses_tickets
 from gdpa_kernels.gdpa.device.tickets import each_tile, new_counter, tickets_of
 from gdpa_kernels.gdpa.device.work_list import ZigzagRecipe, entry, key_list_recipe
@@ -127,19 +125,27 @@ class Options:
     Q_STAGES: tl.constexpr
     G_STAGES: tl.constexpr
     DTYPE: tl.constexpr
+    LOWER_RIGHT: tl.constexpr
+    SEGMENTS: tl.constexpr
+    TARGET_GROUP: tl.constexpr
+    FULL_ROWS: tl.constexpr
+    OWN_RANKS: tl.constexpr
 
 
 @triton.jit
-def load(item, tile, count, q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
+def load(
+    item, tile, count, q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, segments_ptr, options
+):  # fmt: skip
     """The producer: K of a tile, the first rows of Q, V, then dO and Q in the order of use."""
     GROUP: tl.constexpr = options.GROUP
     start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
     start_q = 0 if options.SHARED_Q else start_out
-    start, steps = steps_of(key, len_q, ROWS, KEYS, options)
+    mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
+    span, steps = span_of(key, len_q, len_k, mask, ROWS, KEYS, options)
     tlx.barrier_wait(k.empty[0], (tile & 1) ^ 1)
     fetch_rows(k_desc, k.buffer[0], k.full[0], start_k, len_k, head_k, key)
     for step in tl.range(0, steps * GROUP):
-        head, row = head_and_row(step, steps, start, head_k, GROUP, ROWS)
+        head, row = row_of_step(step, steps, span, head_k, ROWS, options)
         stage = (count + step) % options.Q_STAGES
         tlx.barrier_wait(q.empty[stage], (((count + step) // options.Q_STAGES) & 1) ^ 1)
         fetch_rows(q_desc, q.buffer[stage], q.full[stage], start_q, len_q, head, row)
@@ -162,12 +168,11 @@ def scores(k, q, count, zero, Q_STAGES: tl.constexpr):
 
 
 @triton.jit
-def differentiate(s, v, g, dv, count, zero, scale, head, row, key, options):
+def differentiate(s, v, g, dv, count, zero, scale, head, row, key, mask, options):
     """dS of a step, and dv with its MMA in flight. zero: `keep_runtime`."""
     stage = count % options.G_STAGES
     p, slope = value_and_factor(s, scale, head, options.ACTIVATION, options.FOLD)
-    p = mask_transposed(p, row, key, options.CAUSAL, options.WINDOW)
-    slope = mask_slope(slope, row, key, options.CAUSAL, options.WINDOW, options.FOLD)
+    p, slope = mask_step(p, slope, row, key, mask, options)
     tlx.barrier_wait(g.full[stage], (count // options.G_STAGES) & 1)
     dp = tlx.async_dot(v.buffer[zero], tlx.local_trans(g.buffer[stage + zero]))
     dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[stage + zero], dv)
@@ -187,14 +192,16 @@ def store_ds(ds, d, count):
 
 @triton.jit
 def score_role(
-    item, tile, count, q, k, v, g, ds, dv_desc, list_ptr, scale, output_scale, options
+    item, tile, count, q, k, v, g, ds, dv_desc, list_ptr, segments_ptr, scale, output_scale,
+    options,
 ):  # fmt: skip
     """S, dP, dS and dV of every tile. The next step's S is issued beside this one's dV."""
     GROUP: tl.constexpr = options.GROUP
     Q_STAGES: tl.constexpr = options.Q_STAGES
     G_STAGES: tl.constexpr = options.G_STAGES
     start_k, _, len_k, _, len_q, head_k, key = entry(list_ptr, item)
-    start, steps = steps_of(key, len_q, ROWS, KEYS, options)
+    mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
+    span, steps = span_of(key, len_q, len_k, mask, ROWS, KEYS, options)
     steps = uniform(steps)
     last = uniform(steps * GROUP) - 1  # the compiler must not know that it is odd
     dv = tl.zeros([KEYS, COLUMNS], tl.float32)
@@ -205,16 +212,16 @@ def score_role(
     for step in tl.range(0, last, num_stages=0):
         now = count + step
         zero = keep_runtime(now)
-        head, row = head_and_row(step, steps, start, head_k, GROUP, ROWS)
-        d, dv = differentiate(s, v, g, dv, now, zero, scale, head, row, key, options)
+        head, row = row_of_step(step, steps, span, head_k, ROWS, options)
+        d, dv = differentiate(s, v, g, dv, now, zero, scale, head, row, key, mask, options)
         store_ds(ds, d, now)
         s = scores(k, q, now + 1, zero, Q_STAGES)
         dv = tlx.async_dot_wait(1, dv)
         tlx.barrier_arrive(g.empty[now % G_STAGES])
         s = tlx.async_dot_wait(0, s)
     count += last
-    head, row = head_and_row(last, steps, start, head_k, GROUP, ROWS)
-    d, dv = differentiate(s, v, g, dv, count, 0, scale, head, row, key, options)
+    head, row = row_of_step(last, steps, span, head_k, ROWS, options)
+    d, dv = differentiate(s, v, g, dv, count, 0, scale, head, row, key, mask, options)
     store_ds(ds, d, count)
     dv = tlx.async_dot_wait(0, dv)
     tlx.barrier_arrive(g.empty[count % G_STAGES])
@@ -245,13 +252,15 @@ def add_columns(desc, buffer, start, length, head, row, column, x):
 
 @triton.jit
 def sum_role(
-    item, tile, count, q, k, ds, staging, gradients, list_ptr, scale, output_scale, options
+    item, tile, count, q, k, ds, staging, gradients, list_ptr, segments_ptr, scale, output_scale,
+    options,
 ):  # fmt: skip
     """dK of every tile, and what it adds to dQ: halves, the first overlapped with dK."""
     GROUP: tl.constexpr = options.GROUP
     Q_STAGES: tl.constexpr = options.Q_STAGES
     start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
-    start, steps = steps_of(key, len_q, ROWS, KEYS, options)
+    mask = entry_mask(list_ptr, segments_ptr, item, len_q, len_k, options)
+    span, steps = span_of(key, len_q, len_k, mask, ROWS, KEYS, options)
     steps = uniform(steps)
     dk = tl.zeros([KEYS, COLUMNS], tl.float32)
     tlx.barrier_wait(k.full[0], tile & 1)
@@ -260,7 +269,7 @@ def sum_role(
         zero = keep_runtime(now)
         ds_stage = now % DS_STAGES
         q_stage = now % Q_STAGES
-        head, row = head_and_row(step, steps, start, head_k, GROUP, ROWS)
+        head, row = row_of_step(step, steps, span, head_k, ROWS, options)
         tlx.barrier_wait(q.full[q_stage], (now // Q_STAGES) & 1)
         tlx.barrier_wait(ds.full[ds_stage], (now // DS_STAGES) & 1)
         dq = dq_product(ds.buffer[ds_stage], k.buffer[zero], 0)
@@ -286,11 +295,16 @@ def backward_kernel(
     q_desc, k_desc, v_desc, g_desc, dq_desc, dk_desc, dv_desc, list_ptr, scale, output_scale,
     GROUP: tl.constexpr, SHARED_Q: tl.constexpr, ACTIVATION: tl.constexpr, FOLD: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr,
-    REGISTERS: tl.constexpr, counter_ptr=None,
+    REGISTERS: tl.constexpr, LOWER_RIGHT: tl.constexpr = False, segments_ptr=None,
+    TARGET_GROUP: tl.constexpr = 1, FULL_ROWS: tl.constexpr = 0, OWN_RANKS: tl.constexpr = False,
+    counter_ptr=None,
 ):  # fmt: skip
     """dK and dV of the listed tiles of this program, and what their keys add to dQ."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
-    options = Options(GROUP, SHARED_Q, ACTIVATION, FOLD, CAUSAL, WINDOW, Q_STAGES, G_STAGES, DTYPE)
+    options = Options(
+        GROUP, SHARED_Q, ACTIVATION, FOLD, CAUSAL, WINDOW, Q_STAGES, G_STAGES, DTYPE,
+        LOWER_RIGHT, segments_ptr is not None, TARGET_GROUP, FULL_ROWS, OWN_RANKS,
+    )  # fmt: skip
     q = tlx.local_alloc((ROWS, COLUMNS), DTYPE, Q_STAGES)
     k = tlx.local_alloc((KEYS, COLUMNS), DTYPE, 1)
     v = tlx.local_alloc((KEYS, COLUMNS), DTYPE, 1)
@@ -312,17 +326,18 @@ def backward_kernel(
         with tlx.async_task("default"):
             each_tile(
                 load, tickets, list_ptr, True,
-                (q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options),
+                (q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, segments_ptr, options),
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS):
             each_tile(
                 score_role, tickets, list_ptr, False,
-                (q, k, v, g, ds, dv_desc, list_ptr, scale, output_scale, options),
+                (q, k, v, g, ds, dv_desc, list_ptr, segments_ptr, scale, output_scale, options),
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS):
             each_tile(
                 sum_role, tickets, list_ptr, False,
-                (q, k, ds, staging, gradients, list_ptr, scale, output_scale, options),
+                (q, k, ds, staging, gradients, list_ptr, segments_ptr, scale, output_scale,
+                 options),
             )  # fmt: skip
 
 

@@ -55,14 +55,15 @@ from gdpa_kernels.gdpa.device.activations import (
     multiply_add_packed,
     tanh_packed,
 )
-from gdpa_kernels.gdpa.device.masks import all_visible, key_range, mask_probabilities
+from gdpa_kernels.gdpa.device.masks import all_visible, mask_probabilities
 from gdpa_kernels.gdpa.device.pages import (
     LEAST_PAGE_SIZE,
     entry_keys,
     fetch_tile,
     locate_tile,
 )
-from gdpa_kernels.gdpa.device.segments import entry_mask, key_intervals, sees, sees_all, skip_gap
+from gdpa_kernels.gdpa.device.query_tiles import key_of, mask_segments, span_of
+from gdpa_kernels.gdpa.device.segments import entry_mask
 from gdpa_kernels.gdpa.device.sums import add_up
 from gdpa_kernels.gdpa.device.ticket_list import TicketRecipe, ticket_recipe, uses_tickets
 from gdpa_kernels.gdpa.device.tickets import follow, new_counter, take, tickets_of
@@ -200,28 +201,11 @@ def tile_of(len_q, len_k, first, step, rows_per_item, mask, options):
     TILE: tl.constexpr = options.MATH_ROLES * ROWS
     steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), TILE)
     row = first + step * TILE
-    start, end, gap_start, gap_end = 0, len_k, 0, 0
-    shift, segments = mask
-    if options.SEGMENTS:
-        start, end, gap_start, gap_end = key_intervals(
-            row + shift, TILE, len_k, segments, options.BLOCK_N
-        )
-    elif not options.RESIDENT:
-        start, end = key_range(
-            row + shift, len_k, TILE, options.BLOCK_N, options.CAUSAL, options.WINDOW
-        )
-    blocks = tl.maximum(tl.cdiv(end - start, options.BLOCK_N), 1)
-    return row, (start, gap_start, gap_end), blocks, steps
-
-
-@triton.jit
-def key_of(span, block, options):
-    """The first key of a block of the span; without segments it has no gap."""
-    start, gap_start, gap_end = span
-    key = start + block * options.BLOCK_N
-    if options.SEGMENTS:
-        key = skip_gap(key, gap_start, gap_end)
-    return key
+    if options.RESIDENT and not options.SEGMENTS:
+        span, blocks = (0, 0, 0), tl.maximum(tl.cdiv(len_k, options.BLOCK_N), 1)
+    else:
+        span, blocks = span_of(row, len_k, mask, TILE, options)
+    return row, span, blocks, steps
 
 
 @triton.jit
@@ -325,16 +309,6 @@ def release_scores(k_empty, q_empty, last, done, options):
 
 
 @triton.jit
-def mask_segments(x, position, first_key, segments, options):
-    """x with zeros where contexts, history and targets do not let a row see a key."""
-    if not sees_all(position, first_key, ROWS, options.BLOCK_N, segments):
-        i = position + tl.arange(0, ROWS)[:, None]
-        j = first_key + tl.arange(0, options.BLOCK_N)[None, :]
-        x = tl.where(sees(i, j, segments), x, 0.0)
-    return x
-
-
-@triton.jit
 def activation_prologue(s, scale, head, row, first_key, mask, options):
     """(x, t), from which `activation_epilogue` computes activation(scale * s); masked pairs are
     zero.
@@ -345,7 +319,7 @@ def activation_prologue(s, scale, head, row, first_key, mask, options):
     shift, segments = mask
     position = row + shift
     if options.SEGMENTS:
-        x = mask_segments(x, position, first_key, segments, options)
+        x = mask_segments(x, position, first_key, segments)
     elif not all_visible(
         position, first_key, ROWS, options.BLOCK_N, options.CAUSAL, options.WINDOW
     ):
