@@ -336,28 +336,21 @@ def _compiled(
     its defaults."""
     suppressions.check(source, file, first)
     try:
-        code, inner, outer = _rewritten(name, source, first)
+        code = compile(_rewritten(source, first), file, "exec")
     except Unsupported as error:
         raise Unsupported(error.args[0], (file, error.line)) from None
-    return _moved(code, file), inner, outer
-
-
-@functools.cache
-def _rewritten(name: str, source: str, first: int) -> tuple[types.CodeType, set[str], set[str]]:
-    """Compile once for equal functions at one line of several files, as variants have."""
-    tree = ast.parse(textwrap.dedent(source))
-    ast.increment_lineno(tree, first - 1)
-    tree.body = [_Rewriter().function(tree.body[0])]
-    code = compile(ast.fix_missing_locations(tree), "", "exec")
     constants = (c for c in code.co_consts if isinstance(c, types.CodeType))
     inner = _global_names(next(c for c in constants if c.co_name == name))
     return code, inner, _global_names(code) - inner
 
 
-def _moved(code: types.CodeType, file: str) -> types.CodeType:
-    """Return the code as if it stood in this file."""
-    constants = (_moved(c, file) if isinstance(c, types.CodeType) else c for c in code.co_consts)
-    return code.replace(co_filename=file, co_consts=tuple(constants))
+@functools.cache
+def _rewritten(source: str, first: int) -> ast.Module:
+    """Rewrite once for equal functions at one line of several files, as variants have."""
+    tree = ast.parse(textwrap.dedent(source))
+    ast.increment_lineno(tree, first - 1)
+    tree.body = [_Rewriter().function(tree.body[0])]
+    return ast.fix_missing_locations(tree)
 
 
 def _global_names(code: types.CodeType) -> set[str]:
