@@ -47,13 +47,8 @@ def _flush(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.abs() < 2.0**-126, torch.zeros_like(x).copysign(x), x)
 
 
-def _approximate(exact: Callable, bits: int, flush: bool) -> Callable:
-    def evaluate(x: torch.Tensor) -> torch.Tensor:
-        value = exact((_flush(x) if flush else x).to(torch.float64))
-        value = round_fraction(value, bits).to(x.dtype)
-        return _flush(value) if flush else value
-
-    return evaluate
+def _approximate(exact: Callable, bits: int) -> Callable:
+    return lambda x: round_fraction(exact(x.to(torch.float64)), bits).to(x.dtype)
 
 
 def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -69,7 +64,7 @@ def saturate(x: torch.Tensor) -> torch.Tensor:
     return x.nan_to_num(0.0).clamp(0, 1) + 0.0
 
 
-def _modified(function: Callable, flush: bool, clamp: bool) -> Callable:
+def _modified(function: Callable, flush: bool, clamp: bool = False) -> Callable:
     def evaluate(*lanes: torch.Tensor) -> torch.Tensor:
         value = function(*map(_flush, lanes)) if flush else function(*lanes)
         value = saturate(value) if clamp else value
@@ -106,7 +101,7 @@ _FP32 = {
 # Mnemonic, without x2 -> element type and function of lanes.
 INSTRUCTIONS: dict[str, tuple[torch.dtype, Callable]] = {
     **{
-        name: (dtype, _approximate(exact, bits, ".ftz" in name))
+        name: (dtype, _modified(_approximate(exact, bits), ".ftz" in name))
         for name, dtype, exact, bits in _APPROXIMATE
     },
     **{
