@@ -409,12 +409,10 @@ class Lowering:
     def function(self, function: JITFunction) -> Callable:
         """Return the lowered function; it is defined when first called, so cycles are harmless."""
         if id(function) not in self._functions:
-            defined: list[Callable] = []
+            defined = functools.cache(lambda: self._define(function))
 
             def call(*args: Any, **kwargs: Any) -> Any:
-                if not defined:
-                    defined.append(self._define(function))
-                return defined[0](*args, **kwargs)
+                return defined()(*args, **kwargs)
 
             call.__name__, call.__module__ = function.__name__, function.fn.__module__
             self._functions[id(function)] = call
