@@ -770,7 +770,7 @@ OPERATIONS.update(
     maximum=maximum,
     add=lambda x, y, sanitize_overflow=True: tile.add(x, y),
     sub=lambda x, y, sanitize_overflow=True: tile.sub(x, y),
-    mul=lambda x, y, sanitize_overflow=True: tile.mul(x, y),
+    mul=lambda x, y, sanitize_overflow=True: tile.BINARY["mul"](x, y),
     div_rn=fdiv,
     to_tensor=to_tile,
     logical_and=lambda x, y: tile.logical(torch.logical_and, to_tile(x), to_tile(y)),

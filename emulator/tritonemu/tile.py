@@ -196,16 +196,12 @@ class Tile:
         return self.shaped(view)
 
     def to(
-        self,
-        dtype: tl.dtype,
-        fp_downcast_rounding: Any = None,
-        bitcast: bool = False,
+        self, dtype: tl.dtype, fp_downcast_rounding: Any = None, bitcast: bool = False,
         _semantic: Any = None,
-    ) -> "Tile":
+    ) -> "Tile":  # fmt: skip
         if fp_downcast_rounding not in (None, "rtne", "rtz"):
-            raise InvalidKernel(
-                f"fp_downcast_rounding is 'rtne' or 'rtz', not {fp_downcast_rounding}"
-            )
+            rule = "fp_downcast_rounding must be 'rtne' or 'rtz'"
+            raise InvalidKernel(f"{rule}, got {fp_downcast_rounding!r}")
         if fp_downcast_rounding == "rtz":
             return _towards_zero(self, dtype)
         return reinterpret(self, dtype) if bitcast else cast(self, dtype)
@@ -320,14 +316,11 @@ def upper_half(a: Any, b: Any) -> Tile:
         raise InvalidKernel(f"umulhi takes integers of 32 or 64 bits, got {dtype}")
     if dtype.int_bitwidth == 32:
         return Tile(_wrap((x.to(torch.int64) * y.to(torch.int64)) >> 32, dtype).to(x.dtype), dtype)
-
-    def upper(z: torch.Tensor) -> torch.Tensor:
-        return z >> 32 & 0xFFFFFFFF if dtype.name == "uint64" else z >> 32
-
-    x0, y0 = x & 0xFFFFFFFF, y & 0xFFFFFFFF
-    first = upper(x) * y0 + (x0 * y0 >> 32 & 0xFFFFFFFF)
-    second = x0 * upper(y) + (first & 0xFFFFFFFF)
-    return Tile(upper(x) * upper(y) + upper(first) + upper(second), dtype)
+    kind = np.uint64 if dtype.name == "uint64" else np.int64
+    # Objects are Python's integers, of any size.
+    p, q = (operand.contiguous().numpy().view(kind).astype(object) for operand in (x, y))
+    upper = np.asarray(p * q >> 64).astype(kind).view(np.int64)
+    return Tile(torch.from_numpy(upper), dtype)
 
 
 def _towards_zero(tile: Tile, dtype: tl.dtype) -> Tile:
@@ -423,10 +416,6 @@ def add(a: Any, b: Any) -> Tile:
 
 def sub(a: Any, b: Any) -> Tile:
     return (_advance if is_pointer(a) else _arithmetic)(torch.sub, a, b)
-
-
-def mul(a: Any, b: Any) -> Tile:
-    return _arithmetic(torch.mul, a, b)
 
 
 def truediv(a: Any, b: Any) -> Tile:
@@ -556,10 +545,10 @@ def reshape(tile: Tile, shape: tuple[int, ...]) -> Tile:
     return tile.like(tile.data.reshape(shape))
 
 
-_BINARY = {
+BINARY = {
     "add": add,
     "sub": sub,
-    "mul": mul,
+    "mul": lambda a, b: _arithmetic(torch.mul, a, b),
     "truediv": truediv,
     "floordiv": floordiv,
     "mod": mod,
@@ -569,7 +558,7 @@ _BINARY = {
     "lshift": lambda a, b: _bitwise(_shift_left, a, b),
     "rshift": lambda a, b: _bitwise(_shift_right, a, b),
 }
-for _name, _function in _BINARY.items():
+for _name, _function in BINARY.items():
     setattr(Unbound, f"__{_name}__", Unbound.refuse)
     setattr(Unbound, f"__r{_name}__", Unbound.refuse)
     setattr(Tile, f"__{_name}__", lambda self, other, f=_function: f(self, other))
