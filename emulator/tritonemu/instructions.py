@@ -4,19 +4,6 @@ An approximate instruction is emulated by the exact value rounded to fewer bits,
 error come close to the bound of the PTX ISA (9.1, sections 9.7.3 and 9.7.4) without exceeding it.
 A kernel that needs more accuracy than the device promises then fails its tests here.
 
-| instruction | documented maximum error   | fraction bits kept |
-|-------------|----------------------------|--------------------|
-| tanh.f32    | 2^-11 relative             | 10                 |
-| ex2.f32     | 2 ulp                      | 21                 |
-| rcp.f32     | 1 ulp                      | 22                 |
-| sqrt.f32    | 2^-23 relative             | 22                 |
-| rsqrt.f32   | 2^-22.9 relative           | 22                 |
-| lg2.f32     | 2^-22 absolute or relative | 21                 |
-| tanh.f16    | 2^-10.987 absolute         | 9                  |
-| tanh.bf16   | 2^-8 absolute              | 6                  |
-| ex2.f16     | 2^-9.9 relative            | 9                  |
-| ex2.bf16    | 2^-7 relative              | 6                  |
-
 Rounding to b fraction bits has a relative error of at most 2^-(b + 1). `.ftz` flushes subnormal
 inputs and results to zero. fma, add, sub, mul, min and max round once; `.sat` then clamps to
 0 .. 1 and makes NaN zero. `x2` forms work on pairs; in fp32 they are four, and need sm_100, as
@@ -79,17 +66,19 @@ def _max_xorsign_abs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 _F32, _F16, _BF16, _I32 = torch.float32, torch.float16, torch.bfloat16, torch.int32
+# Instruction, type, exact function, fraction bits kept; and the documented maximum error, relative
+# if nothing else is said.
 _APPROXIMATE = (
-    ("tanh.approx.f32", _F32, torch.tanh, 10),
-    ("tanh.approx.f16", _F16, torch.tanh, 9),
-    ("tanh.approx.bf16", _BF16, torch.tanh, 6),
-    ("ex2.approx.f16", _F16, torch.exp2, 9),
-    ("ex2.approx.ftz.bf16", _BF16, torch.exp2, 6),
-    *((f"ex2.approx{ftz}.f32", _F32, torch.exp2, 21) for ftz in ("", ".ftz")),
-    *((f"rcp.approx{ftz}.f32", _F32, torch.reciprocal, 22) for ftz in ("", ".ftz")),
-    *((f"sqrt.approx{ftz}.f32", _F32, torch.sqrt, 22) for ftz in ("", ".ftz")),
-    *((f"rsqrt.approx{ftz}.f32", _F32, torch.rsqrt, 22) for ftz in ("", ".ftz")),
-    *((f"lg2.approx{ftz}.f32", _F32, torch.log2, 21) for ftz in ("", ".ftz")),
+    ("tanh.approx.f32", _F32, torch.tanh, 10),  # 2^-11
+    ("tanh.approx.f16", _F16, torch.tanh, 9),  # 2^-10.987 absolute
+    ("tanh.approx.bf16", _BF16, torch.tanh, 6),  # 2^-8 absolute
+    ("ex2.approx.f16", _F16, torch.exp2, 9),  # 2^-9.9
+    ("ex2.approx.ftz.bf16", _BF16, torch.exp2, 6),  # 2^-7
+    *((f"ex2.approx{ftz}.f32", _F32, torch.exp2, 21) for ftz in ("", ".ftz")),  # 2 ulp
+    *((f"rcp.approx{ftz}.f32", _F32, torch.reciprocal, 22) for ftz in ("", ".ftz")),  # 1 ulp
+    *((f"sqrt.approx{ftz}.f32", _F32, torch.sqrt, 22) for ftz in ("", ".ftz")),  # 2^-23
+    *((f"rsqrt.approx{ftz}.f32", _F32, torch.rsqrt, 22) for ftz in ("", ".ftz")),  # 2^-22.9
+    *((f"lg2.approx{ftz}.f32", _F32, torch.log2, 21) for ftz in ("", ".ftz")),  # or absolute, 2^-22
 )
 _FP32 = {
     "fma.rn": fused_multiply_add,
