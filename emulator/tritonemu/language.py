@@ -65,7 +65,10 @@ _MEETING = (
     *("histogram", "debug_barrier"),
 )
 
-_PYTHON_BUILTINS = ("triton.language.extra.cuda.inline_ptx_lib",)
+try:  # fbtriton has it, upstream's Triton does not
+    from triton.language.extra.cuda import inline_ptx_lib
+except ImportError:
+    inline_ptx_lib = None
 
 
 def _is_helper(function: Any) -> bool:
@@ -90,7 +93,10 @@ class Namespace:
             return real
         if _is_helper(real):
             return on_constants(real)
-        if getattr(real, "__module__", "") in _PYTHON_BUILTINS:
+        module = getattr(real, "__module__", "")
+        if module == libdevice.__name__:
+            return undefined.on_each(library.function(operation, real))
+        if inline_ptx_lib and module == inline_ptx_lib.__name__:
             # A builtin that is Python on other builtins: the same code on ours.
             inner = real.__wrapped__
             names = {"core": LANGUAGE, "__builtins__": __builtins__}
@@ -820,19 +826,7 @@ LANGUAGE = Namespace("tl", OPERATIONS, tl, tl.core, tl.standard, tl.random)
 LANGUAGE.__dict__["math"] = LANGUAGE
 
 
-class _Library(Namespace):
-    """Namespace of libdevice: the functions in Triton's own table."""
-
-    def __getattr__(self, operation: str) -> Any:
-        (source,) = self._sources
-        if not hasattr(source, operation):
-            raise Unsupported(f"{self._name}.{operation}")
-        return undefined.on_each(library.function(operation, getattr(source, operation)))
-
-
-LIBDEVICE = _Library("libdevice", {}, libdevice)
-
-
+LIBDEVICE = Namespace("libdevice", {}, libdevice)
 CUDA = Namespace(
     "tl.extra.cuda",
     {
@@ -849,15 +843,9 @@ CUDA = Namespace(
     },
 )
 
-try:  # fbtriton has it, upstream's Triton does not
-    from triton.language.extra.cuda import inline_ptx_lib
-except ImportError:
-    inline_ptx_lib = None
-PTX_LIBRARY = Namespace("inline_ptx_lib", {}, inline_ptx_lib)
-
 # Triton's modules -> what a kernel sees in their place.
 MODULES: dict[str, Any] = {
-    **dict.fromkeys(_PYTHON_BUILTINS, PTX_LIBRARY),
+    "triton.language.extra.cuda.inline_ptx_lib": Namespace("inline_ptx_lib", {}, inline_ptx_lib),
     **{f"triton.language{part}": LANGUAGE for part in ("", ".core", ".math", ".standard")},
     **{f"triton.language.extra.{part}libdevice": LIBDEVICE for part in ("", "cuda.")},
     **{f"triton.language.extra.cuda{part}": CUDA for part in ("", ".utils", ".gdc")},
