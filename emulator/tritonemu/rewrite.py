@@ -38,7 +38,7 @@ from triton.runtime import jit
 from triton.runtime.jit import JITFunction
 
 from . import suppressions
-from .aggregates import Aggregate, lowered
+from .aggregates import lowered
 from .errors import (
     MARK,
     DeviceAssertion,
@@ -383,7 +383,7 @@ class Lowering:
     def __init__(self, modules: Mapping[str, Any], names: Mapping[str, Any]):
         self._modules, self._names = modules, names
         self._functions: dict[int, Callable] = {}
-        self._aggregates: dict[type, type[Aggregate]] = {}
+        self._aggregate = functools.cache(lambda kind: lowered(kind, self.convert))
 
     def convert(self, value: Any) -> Any:
         """Convert a global, an argument or an attribute to what the kernel sees."""
@@ -394,9 +394,7 @@ class Lowering:
         if isinstance(value, ConstexprFunction):
             return on_constants(value.fn, self.convert)
         if getattr(value, "__triton_aggregate__", False):
-            if value not in self._aggregates:
-                self._aggregates[value] = lowered(value, self.convert)
-            return self._aggregates[value]
+            return self._aggregate(value)
         if isinstance(value, types.ModuleType):
             return self._modules.get(value.__name__) or _Module(self, value)
         if isinstance(value, (tuple, list, tl.tuple)):
@@ -419,11 +417,9 @@ class Lowering:
         return self._functions[id(function)]
 
     def _define(self, function: JITFunction) -> Callable:
-        raw = function.fn
         name, file, source, first = _source(function)
         code, inner, outer = _compiled(name, file, source, first)
-        cells = zip(raw.__code__.co_freevars, raw.__closure__ or (), strict=True)
-        scope = {**raw.__globals__, **{name: cell.cell_contents for name, cell in cells}}
+        scope = function.get_capture_scope()
         namespace = {MARK: True, "__builtins__": dict(self._names), **HELPERS}
         for each in (inner | outer) & scope.keys():
             value = namespace[each] = self.convert(scope[each])
