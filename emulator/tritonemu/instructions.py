@@ -164,9 +164,6 @@ def execute(
     fp32 before sm_100.
     """
     registers = {f"${num_outputs + i}": register for i, register in enumerate(inputs)}
-    for literal in _literals(asm):
-        number = torch.tensor(struct.unpack(">f", bytes.fromhex(literal[2:])), dtype=_F32)
-        registers[literal] = (number.expand(inputs[0][0].shape if inputs else 1),)
     for mnemonic, arguments in _statements(asm):
         if mnemonic in EFFECTS:
             EFFECTS[mnemonic](arguments)
@@ -178,9 +175,10 @@ def execute(
                 if sources != FROM_THREAD_0 or registers[source[0]][0].numel() != 1:
                     raise ValueError("not a broadcast of a scalar")
                 sources = [source]
-            if mnemonic in WORDS:
-                sources = [[_known(registers, name) for name in names] for names in sources]
-            values = [sum((registers[name] for name in names), ()) for names in sources]
+            integers = mnemonic in WORDS
+            values = [
+                sum((_value(registers, name, integers) for name in names), ()) for names in sources
+            ]
             if mnemonic in ("mov.b32", "mov.b64", "shfl.sync.idx.b32"):
                 (result,) = values
             elif mnemonic in PACKING:
@@ -192,7 +190,7 @@ def execute(
                     if arch == "sm_90":
                         raise InvalidKernel(f"{mnemonic} needs sm_100, got {arch}")
                     result = (result[0] | result[1] << 4,)
-            elif mnemonic in WORDS:
+            elif integers:
                 width = {"u16": 16, "u8": 8}.get(mnemonic.rpartition(".")[2], 32)
                 result = (WORDS[mnemonic](*(bits(value, width) for value in values)).to(_I32),)
             else:
@@ -232,16 +230,13 @@ def bits(register: Register, width: int) -> torch.Tensor:
     return word
 
 
-def _known(registers: dict[str, Register], name: str) -> str:
-    """Return the name of a register; an integer becomes one."""
-    if re.fullmatch(r"0[xX][0-9a-fA-F]+|\d+", name):
-        registers[name] = (torch.tensor(int(name, 0)).to(_I32),)
-    return name
-
-
-@cache
-def _literals(asm: str) -> set[str]:
-    return set(re.findall(r"\b0[fF][0-9a-fA-F]{8}\b", asm))
+def _value(registers: dict[str, Register], name: str, integers: bool) -> Register:
+    """Return the value of a register, of a fp32 number or, if they are known, of an integer."""
+    if name not in registers and re.fullmatch(r"0[fF][0-9a-fA-F]{8}", name):
+        return (torch.tensor(struct.unpack(">f", bytes.fromhex(name[2:])), dtype=_F32),)
+    if integers and re.fullmatch(r"0[xX][0-9a-fA-F]+|\d+", name):
+        return (torch.tensor(int(name, 0)).to(_I32),)
+    return registers[name]
 
 
 @cache
