@@ -6,8 +6,7 @@ answer is None.
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import Location
 
@@ -15,22 +14,23 @@ from .errors import Location
 Step = tuple[str, Location]
 
 
-@dataclass
-class _Step:
-    """Relevant part of an instruction. kind: one of `_KINDS`, "barrier", "wait" (which counts as
-    one for global memory), or ""."""
+class _Step(NamedTuple):
+    """Relevant part of an instruction. kind: one of `_KINDS`, of which "wait" counts as a barrier
+    for global memory, or "". target: the label that it may jump to. ends: whether it does not go on
+    to the next one."""
 
     kind: str
     location: tuple[str, int]
-    next: tuple[str, ...] = ()
-    ends: bool = False
+    target: str
+    ends: bool
 
 
-_BARRIER = re.compile(
-    r"(?:bar(?:\.cta)?\.(?:sync|red)|barrier(?:\.cta)?\.(?:sync|red)|barrier\.cluster\.wait"
-    r"|call|brx)\b"
-)
+# A label; or a predicate, an opcode, and its first operand.
+_LINE = re.compile(r"([$\w]+):|(@!?%\w+\s+)?([\w.:]+)\s*([$\w]*)")
 _KINDS = {
+    "barrier": re.compile(
+        r"(?:bar(?:rier)?(?:\.cta)?\.(?:sync|red)|barrier\.cluster\.wait|call|brx)\b"
+    ),
     "wait": re.compile(r"mbarrier\.(?:try|test)_wait"),
     "tensor load": re.compile(r"tcgen05\.ld\."),
     "tensor store": re.compile(r"tcgen05\.st\."),
@@ -55,20 +55,17 @@ class Code:
     def __init__(self, ptx: str):
         self._steps: list[_Step] = []
         self._labels: dict[str, int] = {}
-        for line, location in _placed(ptx):
-            label = re.match(r"(\$?[\w$]+):", line)
+        for match, location in _placed(ptx):
+            label, predicate, opcode, operand = match.groups("")
             if label:
-                self._labels[label[1]] = len(self._steps)
+                self._labels[label] = len(self._steps)
                 continue
-            instruction = re.sub(r"^@!?%\w+\s+", "", line)
-            target = re.match(r"bra(?:\.uni)?\s+(\$?[\w$]+)", instruction)
-            always = instruction == line
-            ends = always and (bool(target) or instruction.startswith(("ret", "exit", "trap")))
-            kinds = (kind for kind, form in _KINDS.items() if form.match(instruction))
-            kind = "barrier" if _BARRIER.match(instruction) else next(kinds, "")
+            kind = next((kind for kind, form in _KINDS.items() if form.match(opcode)), "")
+            name = opcode.partition(".")[0]
+            ends = not predicate and name in ("bra", "ret", "exit", "trap")
+            target = operand if name == "bra" else ""
             if kind or target or ends:
-                next_ = (target[1],) if target else ()
-                self._steps.append(_Step(kind, location, next_, ends))
+                self._steps.append(_Step(kind, location, target, ends))
 
     def meets(self, first: Step, second: Location, kinds: tuple[str, ...]) -> bool | None:
         """Return whether the warps meet on every path from the first access to one of these kinds
@@ -114,9 +111,8 @@ class Code:
 
     def _after(self, index: int) -> Iterator[int]:
         step = self._steps[index]
-        following = [self._labels[label] for label in step.next if label in self._labels]
-        for each in [*following, *([] if step.ends else [index + 1])]:
-            if each < len(self._steps):
+        for each in (self._labels.get(step.target), None if step.ends else index + 1):
+            if each is not None and each < len(self._steps):
                 yield each
 
 
@@ -125,21 +121,17 @@ def short(location: Sequence[Any]) -> tuple[str, int]:
     return location[0].rpartition("/")[2], location[1]
 
 
-def _placed(text: str) -> Iterator[tuple[str, tuple[str, int]]]:
-    """Yield lines of PTX without comments, with the file and line of the source of each."""
+def _placed(text: str) -> Iterator[tuple[re.Match[str], tuple[str, int]]]:
+    """Yield labels and instructions of PTX, with the file and line of the source of each."""
     files: dict[str, str] = {}
     for name in re.finditer(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', text, re.MULTILINE):
         files[name[1]] = (name[3] or name[2]).rpartition("/")[2]
     location, inline, fixed = ("", 0), False, False
-    for raw in text.splitlines():
-        line = raw.strip()
-        if line.startswith("// begin inline asm"):
-            inline, fixed = True, False
-        elif line.startswith("// end inline asm"):
-            inline = False
-        match = re.match(r"\.loc\s+(\d+)\s+(\d+)", line)
-        if match and not (inline and fixed):
-            location, fixed = (files.get(match[1], ""), int(match[2])), True
-        line = line.partition("//")[0].strip()
-        if line and not line.startswith("."):
-            yield line, location
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith(("// begin inline asm", "// end inline asm")):
+            inline, fixed = line.startswith("// begin"), False
+        elif match := re.match(r"\.loc\s+(\d+)\s+(\d+)", line):
+            if not (inline and fixed):
+                location, fixed = (files.get(match[1], ""), int(match[2])), True
+        elif not line.startswith(".") and (match := _LINE.match(line)):
+            yield match, location

@@ -17,12 +17,11 @@ from typing import Any
 
 import triton
 from triton._C.libtriton import nvidia
-from triton._utils import find_paths_if, get_iterable_path
 from triton.backends.compiler import BaseBackend, GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import ir, make_backend
 from triton.compiler.errors import CompilationError
-from triton.runtime.jit import JITFunction, native_specialize_impl
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from .errors import InvalidKernel, Location, ResourceLimit
 from .launch import SHARED_BYTES, TENSOR_COLUMNS
@@ -30,24 +29,20 @@ from .launch import SHARED_BYTES, TENSOR_COLUMNS
 _PTX_VERSION = 80  # of the allocator alone, whose result does not depend on it
 
 
-def _source(kernel: JITFunction, arguments: Mapping[str, Any]) -> ASTSource:
+def signature_of(kernel: JITFunction) -> inspect.Signature:
+    """Build the signature of the kernel's parameters; its Python function's may differ."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Signature(
+        [inspect.Parameter(p.name, kind, default=p.default) for p in kernel.params]
+    )
+
+
+def _source(kernel: JITFunction, backend: BaseBackend, arguments: Mapping[str, Any]) -> ASTSource:
     """Specialize a kernel for these arguments, as Triton does at a launch."""
-    signature, keys = {}, []
-    for p in kernel.params:
-        kind, key = "constexpr", None
-        if not p.is_constexpr:
-            special = not p.do_not_specialize, not p.do_not_specialize_on_alignment
-            value = arguments[p.name]
-            kind, key = native_specialize_impl(BaseBackend, value, p.is_const, *special)
-        signature[p.name] = p.annotation_type or kind
-        keys.append(None if kind == "constexpr" else key)
-    paths = find_paths_if(list(signature.values()), lambda _, kind: kind == "constexpr")
-    values = [arguments[p.name] for p in kernel.params]
-    constants = {path: get_iterable_path(values, path) for path in paths}
-    attributes = {
-        path: BaseBackend.parse_attr(get_iterable_path(keys, path))
-        for path in find_paths_if(keys, lambda _, key: isinstance(key, str))
-    }
+    bind = create_function_from_signature(signature_of(kernel), kernel.params, backend)
+    bound, specialization, _ = bind(**arguments)
+    packed = kernel._pack_args(backend, {}, bound, specialization, {})
+    _, signature, constants, attributes = packed
     kind = ASTSource
     if getattr(kernel, "is_gluon", bool)():
         from triton.experimental.gluon._runtime import GluonASTSource as kind
@@ -87,15 +82,16 @@ def ask_front_end(
     parsed = backend.parse_options(dict(options))
     functions, modules = backend.get_codegen_implementation(parsed), backend.get_module_map()
     with _refusals(kernel, (CompilationError, RuntimeError)):  # of its parser: invalid IR
-        _source(kernel, arguments).make_ir(target, parsed, functions, modules, context)
+        _source(kernel, backend, arguments).make_ir(target, parsed, functions, modules, context)
 
 
 def _compiled(
     kernel: JITFunction, arch: str, arguments: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Any:
     with _refusals(kernel, Exception):
-        source = _source(kernel, arguments)
-        return triton.compile(source, target=target_of(arch), options=dict(options))
+        target = target_of(arch)
+        source = _source(kernel, make_backend(target), arguments)
+        return triton.compile(source, target=target, options=dict(options))
 
 
 def asm_of(
@@ -132,16 +128,13 @@ def compile_launch(
     """
     compiled = _compiled(kernel, arch, arguments, options)
     columns = getattr(compiled.metadata, "tmem_size", 0) or 0
-    for needs, has, what in (
-        (
-            compiled.metadata.shared,
-            SHARED_BYTES,
-            f"shared memory has {SHARED_BYTES} bytes per CTA, and",
-        ),
-        (columns, TENSOR_COLUMNS, f"tensor memory has {TENSOR_COLUMNS} columns, and"),
+    for needs, size, memory, unit in (
+        (compiled.metadata.shared, SHARED_BYTES, "shared", "bytes per CTA"),
+        (columns, TENSOR_COLUMNS, "tensor", "columns"),
     ):
-        if needs > has:
-            raise ResourceLimit(f"{what} the compiled kernel needs {needs}", ("", 0))
+        if needs > size:
+            limit = f"{memory} memory has {size} {unit}, and the compiled kernel needs {needs}"
+            raise ResourceLimit(limit, ("", 0))
     asked = "requestedRegisters = array<i32: " in compiled.asm.get("ttgir", "")
     if asked and "setmaxnreg" not in compiled.asm["ptx"]:
         warnings.warn(

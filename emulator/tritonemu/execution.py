@@ -1,6 +1,5 @@
 """Runs one launch, from its arguments to its report."""
 
-import inspect
 import math
 import operator
 import time
@@ -12,11 +11,11 @@ from typing import Any
 import torch
 import triton.language as tl
 from triton.backends.nvidia.compiler import CUDAOptions
-from triton.runtime.jit import JITFunction, TensorWrapper
+from triton.runtime.jit import TensorWrapper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .barriers import ClusterBarrier
-from .compiler import allocated, ask_front_end, asm_of, compile_launch
+from .compiler import allocated, ask_front_end, asm_of, compile_launch, signature_of
 from .errors import EmulatorError, InvalidKernel, ResourceLimit, Unsupported, location_of
 from .gpu import HOST_DESCRIPTORS, check_arch, has_gluon, is_on_host, tensors_of
 from .language import MODULES, NAMES
@@ -98,7 +97,7 @@ def execute(
     ):
         if value not in known:
             raise ValueError(f"{name} must be one of {known}, got {value!r}")
-    signature = _signature(kernel)
+    signature = signature_of(kernel)
     # A kernel may take some of them as parameters, too.
     options = {name: kwargs[name] for name in _LAUNCH_OPTIONS & kwargs.keys()}
     named = kwargs.keys() - (options.keys() - signature.parameters)
@@ -224,14 +223,6 @@ def _annotated(error: EmulatorError, report: Report, order: Order) -> EmulatorEr
     if hasattr(error, "add_note"):
         error.add_note(explain(error))
     return error
-
-
-def _signature(kernel: JITFunction) -> inspect.Signature:
-    """Build the signature of the kernel's parameters; its Python function's may differ."""
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return inspect.Signature(
-        [inspect.Parameter(p.name, kind, default=p.default) for p in kernel.params]
-    )
 
 
 def _three(sizes: Any, name: str, least: int) -> tuple[int, int, int]:

@@ -4,19 +4,6 @@ An approximate instruction is emulated by the exact value rounded to fewer bits,
 error come close to the bound of the PTX ISA (9.1, sections 9.7.3 and 9.7.4) without exceeding it.
 A kernel that needs more accuracy than the device promises then fails its tests here.
 
-| instruction | documented maximum error   | fraction bits kept |
-|-------------|----------------------------|--------------------|
-| tanh.f32    | 2^-11 relative             | 10                 |
-| ex2.f32     | 2 ulp                      | 21                 |
-| rcp.f32     | 1 ulp                      | 22                 |
-| sqrt.f32    | 2^-23 relative             | 22                 |
-| rsqrt.f32   | 2^-22.9 relative           | 22                 |
-| lg2.f32     | 2^-22 absolute or relative | 21                 |
-| tanh.f16    | 2^-10.987 absolute         | 9                  |
-| tanh.bf16   | 2^-8 absolute              | 6                  |
-| ex2.f16     | 2^-9.9 relative            | 9                  |
-| ex2.bf16    | 2^-7 relative              | 6                  |
-
 Rounding to b fraction bits has a relative error of at most 2^-(b + 1). `.ftz` flushes subnormal
 inputs and results to zero. fma, add, sub, mul, min and max round once; `.sat` then clamps to
 0 .. 1 and makes NaN zero. `x2` forms work on pairs; in fp32 they are four, and need sm_100, as
@@ -47,13 +34,8 @@ def _flush(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.abs() < 2.0**-126, torch.zeros_like(x).copysign(x), x)
 
 
-def _approximate(exact: Callable, bits: int, flush: bool) -> Callable:
-    def evaluate(x: torch.Tensor) -> torch.Tensor:
-        value = exact((_flush(x) if flush else x).to(torch.float64))
-        value = round_fraction(value, bits).to(x.dtype)
-        return _flush(value) if flush else value
-
-    return evaluate
+def _approximate(exact: Callable, bits: int) -> Callable:
+    return lambda x: round_fraction(exact(x.to(torch.float64)), bits).to(x.dtype)
 
 
 def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -69,7 +51,7 @@ def saturate(x: torch.Tensor) -> torch.Tensor:
     return x.nan_to_num(0.0).clamp(0, 1) + 0.0
 
 
-def _modified(function: Callable, flush: bool, clamp: bool) -> Callable:
+def _modified(function: Callable, flush: bool, clamp: bool = False) -> Callable:
     def evaluate(*lanes: torch.Tensor) -> torch.Tensor:
         value = function(*map(_flush, lanes)) if flush else function(*lanes)
         value = saturate(value) if clamp else value
@@ -84,17 +66,19 @@ def _max_xorsign_abs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 _F32, _F16, _BF16, _I32 = torch.float32, torch.float16, torch.bfloat16, torch.int32
+# Instruction, type, exact function, fraction bits kept; and the documented maximum error, relative
+# if nothing else is said.
 _APPROXIMATE = (
-    ("tanh.approx.f32", _F32, torch.tanh, 10),
-    ("tanh.approx.f16", _F16, torch.tanh, 9),
-    ("tanh.approx.bf16", _BF16, torch.tanh, 6),
-    ("ex2.approx.f16", _F16, torch.exp2, 9),
-    ("ex2.approx.ftz.bf16", _BF16, torch.exp2, 6),
-    *((f"ex2.approx{ftz}.f32", _F32, torch.exp2, 21) for ftz in ("", ".ftz")),
-    *((f"rcp.approx{ftz}.f32", _F32, torch.reciprocal, 22) for ftz in ("", ".ftz")),
-    *((f"sqrt.approx{ftz}.f32", _F32, torch.sqrt, 22) for ftz in ("", ".ftz")),
-    *((f"rsqrt.approx{ftz}.f32", _F32, torch.rsqrt, 22) for ftz in ("", ".ftz")),
-    *((f"lg2.approx{ftz}.f32", _F32, torch.log2, 21) for ftz in ("", ".ftz")),
+    ("tanh.approx.f32", _F32, torch.tanh, 10),  # 2^-11
+    ("tanh.approx.f16", _F16, torch.tanh, 9),  # 2^-10.987 absolute
+    ("tanh.approx.bf16", _BF16, torch.tanh, 6),  # 2^-8 absolute
+    ("ex2.approx.f16", _F16, torch.exp2, 9),  # 2^-9.9
+    ("ex2.approx.ftz.bf16", _BF16, torch.exp2, 6),  # 2^-7
+    *((f"ex2.approx{ftz}.f32", _F32, torch.exp2, 21) for ftz in ("", ".ftz")),  # 2 ulp
+    *((f"rcp.approx{ftz}.f32", _F32, torch.reciprocal, 22) for ftz in ("", ".ftz")),  # 1 ulp
+    *((f"sqrt.approx{ftz}.f32", _F32, torch.sqrt, 22) for ftz in ("", ".ftz")),  # 2^-23
+    *((f"rsqrt.approx{ftz}.f32", _F32, torch.rsqrt, 22) for ftz in ("", ".ftz")),  # 2^-22.9
+    *((f"lg2.approx{ftz}.f32", _F32, torch.log2, 21) for ftz in ("", ".ftz")),  # or absolute, 2^-22
 )
 _FP32 = {
     "fma.rn": fused_multiply_add,
@@ -106,7 +90,7 @@ _FP32 = {
 # Mnemonic, without x2 -> element type and function of lanes.
 INSTRUCTIONS: dict[str, tuple[torch.dtype, Callable]] = {
     **{
-        name: (dtype, _approximate(exact, bits, ".ftz" in name))
+        name: (dtype, _modified(_approximate(exact, bits), ".ftz" in name))
         for name, dtype, exact, bits in _APPROXIMATE
     },
     **{
@@ -180,9 +164,6 @@ def execute(
     fp32 before sm_100.
     """
     registers = {f"${num_outputs + i}": register for i, register in enumerate(inputs)}
-    for literal in _literals(asm):
-        number = torch.tensor(struct.unpack(">f", bytes.fromhex(literal[2:])), dtype=_F32)
-        registers[literal] = (number.expand(inputs[0][0].shape if inputs else 1),)
     for mnemonic, arguments in _statements(asm):
         if mnemonic in EFFECTS:
             EFFECTS[mnemonic](arguments)
@@ -194,9 +175,10 @@ def execute(
                 if sources != FROM_THREAD_0 or registers[source[0]][0].numel() != 1:
                     raise ValueError("not a broadcast of a scalar")
                 sources = [source]
-            if mnemonic in WORDS:
-                sources = [[_known(registers, name) for name in names] for names in sources]
-            values = [sum((registers[name] for name in names), ()) for names in sources]
+            integers = mnemonic in WORDS
+            values = [
+                sum((_value(registers, name, integers) for name in names), ()) for names in sources
+            ]
             if mnemonic in ("mov.b32", "mov.b64", "shfl.sync.idx.b32"):
                 (result,) = values
             elif mnemonic in PACKING:
@@ -208,7 +190,7 @@ def execute(
                     if arch == "sm_90":
                         raise InvalidKernel(f"{mnemonic} needs sm_100, got {arch}")
                     result = (result[0] | result[1] << 4,)
-            elif mnemonic in WORDS:
+            elif integers:
                 width = {"u16": 16, "u8": 8}.get(mnemonic.rpartition(".")[2], 32)
                 result = (WORDS[mnemonic](*(bits(value, width) for value in values)).to(_I32),)
             else:
@@ -248,16 +230,13 @@ def bits(register: Register, width: int) -> torch.Tensor:
     return word
 
 
-def _known(registers: dict[str, Register], name: str) -> str:
-    """Return the name of a register; an integer becomes one."""
-    if re.fullmatch(r"0[xX][0-9a-fA-F]+|\d+", name):
-        registers[name] = (torch.tensor(int(name, 0)).to(_I32),)
-    return name
-
-
-@cache
-def _literals(asm: str) -> set[str]:
-    return set(re.findall(r"\b0[fF][0-9a-fA-F]{8}\b", asm))
+def _value(registers: dict[str, Register], name: str, integers: bool) -> Register:
+    """Return the value of a register, of a fp32 number or, if they are known, of an integer."""
+    if name not in registers and re.fullmatch(r"0[fF][0-9a-fA-F]{8}", name):
+        return (torch.tensor(struct.unpack(">f", bytes.fromhex(name[2:])), dtype=_F32),)
+    if integers and re.fullmatch(r"0[xX][0-9a-fA-F]+|\d+", name):
+        return (torch.tensor(int(name, 0)).to(_I32),)
+    return registers[name]
 
 
 @cache

@@ -65,7 +65,10 @@ _MEETING = (
     *("histogram", "debug_barrier"),
 )
 
-_PYTHON_BUILTINS = ("triton.language.extra.cuda.inline_ptx_lib",)
+try:  # fbtriton has it, upstream's Triton does not
+    from triton.language.extra.cuda import inline_ptx_lib
+except ImportError:
+    inline_ptx_lib = None
 
 
 def _is_helper(function: Any) -> bool:
@@ -90,7 +93,10 @@ class Namespace:
             return real
         if _is_helper(real):
             return on_constants(real)
-        if getattr(real, "__module__", "") in _PYTHON_BUILTINS:
+        module = getattr(real, "__module__", "")
+        if module == libdevice.__name__:
+            return undefined.on_each(library.function(operation, real))
+        if inline_ptx_lib and module == inline_ptx_lib.__name__:
             # A builtin that is Python on other builtins: the same code on ours.
             inner = real.__wrapped__
             names = {"core": LANGUAGE, "__builtins__": __builtins__}
@@ -142,21 +148,12 @@ def broadcast_to(input: Tile, *shape: Any) -> Tile:
 
 
 @_operation
-def permute(input: Tile, *dims: Any) -> Tile:
-    return input.like(input.data.permute(_sizes(dims)))
-
-
-@_operation
 def trans(input: Tile, *dims: Any) -> Tile:
     rank = len(input.shape)
     if not dims and rank < 2:
         raise InvalidKernel(f"tl.trans needs rank 2 or more, got {input!r}")
-    return permute(input, *(dims or (*range(rank - 2), rank - 1, rank - 2)))
-
-
-@_operation
-def reshape(input: Tile, *shape: Any, can_reorder: bool = False) -> Tile:
-    return tile.reshape(input, _sizes(shape))
+    order = _sizes(dims) if dims else (*range(rank - 2), rank - 1, rank - 2)
+    return input.like(input.data.permute(order))
 
 
 @_operation
@@ -473,9 +470,9 @@ def dot_scaled(
 _MUFU = ("exp", "exp2", "log", "log2", "cos", "sin", "sqrt", "rsqrt", "erf", "sqrt_rn")
 
 
-def _float_function(name: str, function: Callable, *dtypes: str) -> Callable:
-    dtypes = dtypes or ("fp32", "fp64")
-
+def _float_function(
+    name: str, function: Callable, dtypes: Sequence[str] = ("fp32", "fp64")
+) -> Callable:
     def apply(x: Any) -> Tile:
         x = to_tile(x)
         if x.dtype.name not in dtypes:
@@ -488,7 +485,7 @@ def _float_function(name: str, function: Callable, *dtypes: str) -> Callable:
 
 for _name in ("exp", "exp2", "log", "log2", "cos", "sin", "sqrt", "rsqrt", "erf", "floor", "ceil"):
     OPERATIONS[_name] = _float_function(f"tl.{_name}", getattr(torch, _name))
-OPERATIONS["sqrt_rn"] = _float_function("tl.sqrt_rn", torch.sqrt, "fp32")
+OPERATIONS["sqrt_rn"] = _float_function("tl.sqrt_rn", torch.sqrt, ("fp32",))
 
 
 @_operation
@@ -577,6 +574,14 @@ def _items(value: Any) -> tuple[Tile, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
+def _combined(
+    combine_fn: Callable, tiles: Sequence[Tile], *operands: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Combine the data of two values, each of tiles like these."""
+    values = [t.like(d) for data in operands for t, d in zip(tiles, data, strict=True)]
+    return [t.data for t in _items(combine_fn(*values))]
+
+
 def _like(input: Any, data: list[torch.Tensor]) -> Any:
     """Build tiles like the input's, a tuple if that is one."""
     results = tuple(t.like(d) for t, d in zip(_items(input), data, strict=True))
@@ -601,17 +606,16 @@ def _with_marks(
 ) -> list[torch.Tensor]:
     """Return an extremum with the marks of masked-off lanes that it has dropped, where zeros, which
     NVIDIA GPUs have there, would change it."""
-    numbers = [
-        undefined.marks(d, t.dtype) if d.is_floating_point() and current().undefined else d[:0]
+    marked = [
+        (undefined.marks(d, t.dtype) > 0).expand_as(d) & d.isnan()
         for d, t in zip(lanes, tiles, strict=True)
     ]
-    marked = [(n > 0) & (n <= undefined.MOST) for n in numbers]
     if not any(bool(each.any()) for each in marked):
         return data
-    zeros = [d.masked_fill(m, 0) if m.numel() else d for d, m in zip(lanes, marked, strict=True)]
+    zeros = [d.masked_fill(m, 0) for d, m in zip(lanes, marked, strict=True)]
     differ = torch.stack([x != y for x, y in zip(data, reduced(zeros), strict=True)]).any(0)
     return [
-        torch.where(differ & ~d.isnan(), lane[m][0], d) if m.numel() and bool(m.any()) else d
+        torch.where(differ & ~d.isnan(), lane[m][0], d) if bool(m.any()) else d
         for d, lane, m in zip(data, lanes, marked, strict=True)
     ]
 
@@ -625,8 +629,7 @@ def _scanned(data: list[torch.Tensor], tiles: Any, combine_fn: Callable) -> list
         for half in zip(*(d.chunk(2) for d in data), strict=True)
     )
     last = [d[-1:].expand_as(d) for d in first]
-    pairs = [t.like(d) for half in (last, second) for t, d in zip(tiles, half, strict=True)]
-    combined = [t.data for t in _items(combine_fn(*pairs))]
+    combined = _combined(combine_fn, tiles, last, second)
     return [torch.cat(pair) for pair in zip(first, combined, strict=True)]
 
 
@@ -674,8 +677,7 @@ def reduce(
             pieces = [*zip(*(d.chunk(min(parts, size)) for d in lanes), strict=True)][::step]
             lanes = pieces[0]
             for piece in pieces[1:]:
-                pairs = [t.like(d) for ds in (lanes, piece) for t, d in zip(tiles, ds, strict=True)]
-                lanes = [t.data for t in _items(combine_fn(*pairs))]
+                lanes = _combined(combine_fn, tiles, lanes, piece)
                 seen.extend(lanes)
         return [d.squeeze(0) for d in lanes]
 
@@ -683,7 +685,7 @@ def reduce(
     data = reduced(lanes)
     with _aside():
         if not _is_the_users(combine_fn):
-            data = _with_marks(data, lanes, tiles, reduced)
+            data = _with_marks(data, lanes, tiles, reduced) if current().undefined else data
         elif reduction_ordering is None:
             must, other = "associative and commutative", reduced(lanes, 4, -1)
             _check_orders("tl.reduce", must, data, other, seen, tiles)
@@ -701,10 +703,9 @@ def associative_scan(input: Any, axis: int, combine_fn: Callable, reverse: bool 
     data = [d.flip(0) for d in data] if reverse else data
     lanes, step = data, 1
     while step < data[0].shape[0]:
-        earlier = [t.like(d[:-step]) for t, d in zip(tiles, data, strict=True)]
-        later = [t.like(d[step:]) for t, d in zip(tiles, data, strict=True)]
-        combined = _items(combine_fn(*earlier, *later))
-        data = [torch.cat((d[:step], c.data)) for d, c in zip(data, combined, strict=True)]
+        earlier, later = [d[:-step] for d in data], [d[step:] for d in data]
+        combined = _combined(combine_fn, tiles, earlier, later)
+        data = [torch.cat((d[:step], c)) for d, c in zip(data, combined, strict=True)]
         step *= 2
     if _is_the_users(combine_fn):
         with _aside():
@@ -739,12 +740,9 @@ def device_print(prefix: str, *args: Any, hex: bool = False) -> None:
 def _extreme(python: Callable, combine: Callable) -> Callable:
     """Build min or max: Python's for constants, else Triton's, two by two."""
 
-    def apply(first: Any, *others: Any) -> Any:
-        if not any(isinstance(value, Tile) for value in (first, *others)):
-            return python(first, *others)
-        for value in others:
-            first = combine(first, value)
-        return first
+    def apply(*values: Any) -> Any:
+        runtime = any(isinstance(value, Tile) for value in values)
+        return functools.reduce(combine, values) if runtime else python(*values)
 
     return apply
 
@@ -764,7 +762,11 @@ OPERATIONS.update(
     ),
     static_print=lambda *values, sep=" ", end="\n", **options: print(*values, sep=sep, end=end),
     item=lambda input: tile.reshape(input, ()),
-    view=reshape,
+    permute=lambda input, *dims: input.like(input.data.permute(_sizes(dims))),
+    **dict.fromkeys(
+        ("reshape", "view"),
+        lambda input, *shape, can_reorder=False: tile.reshape(input, _sizes(shape)),
+    ),
     make_block_ptr=BlockPointer,
     load_tensor_descriptor=Descriptor.load,
     store_tensor_descriptor=Descriptor.store,
@@ -774,7 +776,7 @@ OPERATIONS.update(
     maximum=maximum,
     add=lambda x, y, sanitize_overflow=True: tile.add(x, y),
     sub=lambda x, y, sanitize_overflow=True: tile.sub(x, y),
-    mul=lambda x, y, sanitize_overflow=True: tile.mul(x, y),
+    mul=lambda x, y, sanitize_overflow=True: tile.BINARY["mul"](x, y),
     div_rn=fdiv,
     to_tensor=to_tile,
     logical_and=lambda x, y: tile.logical(torch.logical_and, to_tile(x), to_tile(y)),
@@ -824,19 +826,7 @@ LANGUAGE = Namespace("tl", OPERATIONS, tl, tl.core, tl.standard, tl.random)
 LANGUAGE.__dict__["math"] = LANGUAGE
 
 
-class _Library(Namespace):
-    """Namespace of libdevice: the functions in Triton's own table."""
-
-    def __getattr__(self, operation: str) -> Any:
-        (source,) = self._sources
-        if not hasattr(source, operation):
-            raise Unsupported(f"{self._name}.{operation}")
-        return undefined.on_each(library.function(operation, getattr(source, operation)))
-
-
-LIBDEVICE = _Library("libdevice", {}, libdevice)
-
-
+LIBDEVICE = Namespace("libdevice", {}, libdevice)
 CUDA = Namespace(
     "tl.extra.cuda",
     {
@@ -853,15 +843,9 @@ CUDA = Namespace(
     },
 )
 
-try:  # fbtriton has it, upstream's Triton does not
-    from triton.language.extra.cuda import inline_ptx_lib
-except ImportError:
-    inline_ptx_lib = None
-PTX_LIBRARY = Namespace("inline_ptx_lib", {}, inline_ptx_lib)
-
 # Triton's modules -> what a kernel sees in their place.
 MODULES: dict[str, Any] = {
-    **dict.fromkeys(_PYTHON_BUILTINS, PTX_LIBRARY),
+    "triton.language.extra.cuda.inline_ptx_lib": Namespace("inline_ptx_lib", {}, inline_ptx_lib),
     **{f"triton.language{part}": LANGUAGE for part in ("", ".core", ".math", ".standard")},
     **{f"triton.language.extra.{part}libdevice": LIBDEVICE for part in ("", "cuda.")},
     **{f"triton.language.extra.cuda{part}": CUDA for part in ("", ".utils", ".gdc")},

@@ -472,13 +472,9 @@ class Memory:
 
     def _check_defined(self, region: Region, raw: torch.Tensor) -> None:
         """Raise UndefinedValue if an element to be stored has the mark of an undefined lane."""
-        loads = self._launch.undefined
-        if not loads:
-            return
         numbers = marks(raw, region.dtype)
-        numbers = numbers[(numbers > 0) & (numbers <= min(len(loads), MOST))]
-        if numbers.numel():
-            source = list(loads.items())[int(numbers[0]) - 1]
+        if (numbers := numbers[numbers > 0]).numel():
+            source = list(self._launch.undefined.items())[int(numbers[0]) - 1]
             refuse(f"{region.name} gets a value that", source, region.name)
 
     def load(

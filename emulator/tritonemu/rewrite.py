@@ -38,7 +38,7 @@ from triton.runtime import jit
 from triton.runtime.jit import JITFunction
 
 from . import suppressions
-from .aggregates import Aggregate, lowered
+from .aggregates import lowered
 from .errors import (
     MARK,
     DeviceAssertion,
@@ -336,28 +336,21 @@ def _compiled(
     its defaults."""
     suppressions.check(source, file, first)
     try:
-        code, inner, outer = _rewritten(name, source, first)
+        code = compile(_rewritten(source, first), file, "exec")
     except Unsupported as error:
         raise Unsupported(error.args[0], (file, error.line)) from None
-    return _moved(code, file), inner, outer
-
-
-@functools.cache
-def _rewritten(name: str, source: str, first: int) -> tuple[types.CodeType, set[str], set[str]]:
-    """Compile once for equal functions at one line of several files, as variants have."""
-    tree = ast.parse(textwrap.dedent(source))
-    ast.increment_lineno(tree, first - 1)
-    tree.body = [_Rewriter().function(tree.body[0])]
-    code = compile(ast.fix_missing_locations(tree), "", "exec")
     constants = (c for c in code.co_consts if isinstance(c, types.CodeType))
     inner = _global_names(next(c for c in constants if c.co_name == name))
     return code, inner, _global_names(code) - inner
 
 
-def _moved(code: types.CodeType, file: str) -> types.CodeType:
-    """Return the code as if it stood in this file."""
-    constants = (_moved(c, file) if isinstance(c, types.CodeType) else c for c in code.co_consts)
-    return code.replace(co_filename=file, co_consts=tuple(constants))
+@functools.cache
+def _rewritten(source: str, first: int) -> ast.Module:
+    """Rewrite once for equal functions at one line of several files, as variants have."""
+    tree = ast.parse(textwrap.dedent(source))
+    ast.increment_lineno(tree, first - 1)
+    tree.body = [_Rewriter().function(tree.body[0])]
+    return ast.fix_missing_locations(tree)
 
 
 def _global_names(code: types.CodeType) -> set[str]:
@@ -390,7 +383,7 @@ class Lowering:
     def __init__(self, modules: Mapping[str, Any], names: Mapping[str, Any]):
         self._modules, self._names = modules, names
         self._functions: dict[int, Callable] = {}
-        self._aggregates: dict[type, type[Aggregate]] = {}
+        self._aggregate = functools.cache(lambda kind: lowered(kind, self.convert))
 
     def convert(self, value: Any) -> Any:
         """Convert a global, an argument or an attribute to what the kernel sees."""
@@ -401,9 +394,7 @@ class Lowering:
         if isinstance(value, ConstexprFunction):
             return on_constants(value.fn, self.convert)
         if getattr(value, "__triton_aggregate__", False):
-            if value not in self._aggregates:
-                self._aggregates[value] = lowered(value, self.convert)
-            return self._aggregates[value]
+            return self._aggregate(value)
         if isinstance(value, types.ModuleType):
             return self._modules.get(value.__name__) or _Module(self, value)
         if isinstance(value, (tuple, list, tl.tuple)):
@@ -416,23 +407,19 @@ class Lowering:
     def function(self, function: JITFunction) -> Callable:
         """Return the lowered function; it is defined when first called, so cycles are harmless."""
         if id(function) not in self._functions:
-            defined: list[Callable] = []
+            defined = functools.cache(lambda: self._define(function))
 
             def call(*args: Any, **kwargs: Any) -> Any:
-                if not defined:
-                    defined.append(self._define(function))
-                return defined[0](*args, **kwargs)
+                return defined()(*args, **kwargs)
 
             call.__name__, call.__module__ = function.__name__, function.fn.__module__
             self._functions[id(function)] = call
         return self._functions[id(function)]
 
     def _define(self, function: JITFunction) -> Callable:
-        raw = function.fn
         name, file, source, first = _source(function)
         code, inner, outer = _compiled(name, file, source, first)
-        cells = zip(raw.__code__.co_freevars, raw.__closure__ or (), strict=True)
-        scope = {**raw.__globals__, **{name: cell.cell_contents for name, cell in cells}}
+        scope = function.get_capture_scope()
         namespace = {MARK: True, "__builtins__": dict(self._names), **HELPERS}
         for each in (inner | outer) & scope.keys():
             value = namespace[each] = self.convert(scope[each])

@@ -46,12 +46,7 @@ class Scope:
                 raise Unsupported(f"{name} of CTAs that take a branch, and of others that do not")
             if new is old or (self.what == "if" and old is None):
                 continue
-            if isinstance(old, Tile) and isinstance(new, Tile):
-                same = old.dtype is new.dtype or old.dtype == new.dtype
-                same = same and old.shape == new.shape
-            else:
-                same = _type(old) == _type(new)
-            if not same:
+            if _type(old) != _type(new):
                 raise InvalidKernel(
                     f"{name} must keep its type in this {self.what}, which is on runtime values: "
                     f"{_type(old)} before, {_type(new)} after"

@@ -214,11 +214,10 @@ class Threads:
                 self._judge(region, old, then[differ], now, block.size, "store")
         if role.warps > 1:
             role.stored = role.epoch
-        number = self._number(access, block.size)
         cells = region.cells(region.shadow.table(_STORES))
-        places = region.cells(region.shadow.table(_POSITIONS))
-        cells[block.index] = _rows(number, cells)
-        places[block.index] = _rows(block.positions.to(torch.int32), places)
+        cells[block.index] = self._number(access, block.size)
+        cells, positions = region.cells(region.shadow.table(_POSITIONS)), block.positions.int()
+        cells[block.index] = positions if cells.ndim == 1 else positions[:, None]
 
     def load(self, region: Any, block: Block, access: Access) -> None:
         """Raise Race if another thread stored what the running role loads, or if it stores it in an
@@ -412,7 +411,3 @@ def distinct(numbers: torch.Tensor) -> list[int]:
 def _first(cells: torch.Tensor) -> torch.Tensor:
     """Select the first granule of each element."""
     return cells if cells.ndim == 1 else cells[:, 0]
-
-
-def _rows(values: Any, cells: torch.Tensor) -> Any:
-    return values[:, None] if cells.ndim > 1 and isinstance(values, torch.Tensor) else values

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 from triton._utils import TRITON_MAX_TENSOR_NUMEL
+from triton.language.semantic import TritonSemantic
 
 from .errors import InvalidKernel, Unsupported, current_location
 from .launch import current, is_wide
@@ -91,68 +91,35 @@ def limits(dtype: tl.dtype) -> tuple[int, int]:
     return dtype.get_int_min_value(), dtype.get_int_max_value()
 
 
+# Triton's own rules of promotion, which its versions differ in.
+_RULES = TritonSemantic(None)
+
+
 def literal_type(value: bool | int | float) -> tl.dtype:
     """Return the dtype that a Python number gets when it becomes a value."""
-    if isinstance(value, bool):
-        return tl.int1
-    if isinstance(value, int):
-        for dtype in (tl.int32, tl.uint32, tl.int64, tl.uint64):
-            low, high = limits(dtype)
-            if low <= value <= high:
-                return dtype
-        raise Unsupported(f"integer {value}, which does not fit 64 bits")
     if isinstance(value, Unbound):
         value.refuse()
-    if isinstance(value, float):
-        size = abs(value)
-        normal = 2.0**-126 <= size <= (2 - 2.0**-23) * 2.0**127
-        return tl.float32 if normal or not math.isfinite(value) or size == 0 else tl.float64
-    raise InvalidKernel(f"value must be a number or a tile, got {type(value).__name__}")
-
-
-_DIVIDED_IN_FP32 = {"fp16", "bf16"}
-if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
-    _DIVIDED_IN_FP32 |= {"fp8e4nv", "fp8e5", "fp8e4b8", "fp8e4b15", "fp8e5b16"}
+    if not isinstance(value, (bool, int, float)):
+        raise InvalidKernel(f"value must be a number or a tile, got {type(value).__name__}")
+    try:
+        return _RULES.to_tensor_type(value)
+    except ValueError as error:
+        raise Unsupported(f"integer {value}, which does not fit 64 bits") from error
 
 
 @cache
 def computation_type(
     a: tl.dtype, a_weak: bool, b: tl.dtype, b_weak: bool, division: bool = False
 ) -> tl.dtype:
-    """Return the dtype in which `a op b` is computed; weak operands are Python numbers.
-
-    A weak operand of no higher kind (bool < int < float) does not promote. fp64 wins over fp32 over
-    fp16 over integers; bf16 stays only with bf16, and is fp16 beside fp16. Division of 16-bit
-    floats is done in fp32, since Triton 3.9 that of all floats but fp64. Integers follow C's usual
-    arithmetic conversions.
-    """
-    in_fp32 = division and any(x.name in _DIVIDED_IN_FP32 for x in (a, b))
-    if a_weak != b_weak:
-        weak, strong = (a, b) if a_weak else (b, a)
-        if weak.kind().value <= strong.kind().value:
-            return tl.float32 if division and strong.name in _DIVIDED_IN_FP32 else strong
-    names = {a.name, b.name}
-    if in_fp32 and "fp64" not in names:
-        return tl.float32
-    for dtype in (tl.float64, tl.float32, tl.float16):
-        if dtype.name in names:
-            return tl.float32 if division and dtype is tl.float16 else dtype
-    if "bf16" in names:
-        return tl.float32 if division or len(names) > 1 else tl.bfloat16
-    if a.is_fp8() and b.is_fp8():
-        return a if a.name == b.name else tl.float16
-    if not (a.is_int() and b.is_int()):
-        raise InvalidKernel(f"operands must have compatible types, got {a} and {b}")
-    if division and a.int_signedness != b.int_signedness:
-        raise InvalidKernel(f"operands of a division must have one signedness, got {a} and {b}")
-    return promote_integers(a, b)
+    """Return the dtype in which `a op b` is computed; weak operands are Python numbers."""
+    try:
+        return _RULES.computation_type_impl(a, a_weak, b, b_weak, division)
+    except TypeError as error:
+        raise InvalidKernel(f"operands must have compatible types: {error}") from error
 
 
 def promote_integers(a: tl.dtype, b: tl.dtype) -> tl.dtype:
-    """Return the wider type; at equal width the unsigned one."""
-    if a.int_bitwidth == b.int_bitwidth:
-        return a if a.is_int_unsigned() else b
-    return a if a.int_bitwidth > b.int_bitwidth else b
+    return _RULES.integer_promote_impl(a, b)
 
 
 # Since a role was last charged for them: elements computed, and MUFU results among them.
@@ -229,16 +196,12 @@ class Tile:
         return self.shaped(view)
 
     def to(
-        self,
-        dtype: tl.dtype,
-        fp_downcast_rounding: Any = None,
-        bitcast: bool = False,
+        self, dtype: tl.dtype, fp_downcast_rounding: Any = None, bitcast: bool = False,
         _semantic: Any = None,
-    ) -> "Tile":
+    ) -> "Tile":  # fmt: skip
         if fp_downcast_rounding not in (None, "rtne", "rtz"):
-            raise InvalidKernel(
-                f"fp_downcast_rounding is 'rtne' or 'rtz', not {fp_downcast_rounding}"
-            )
+            rule = "fp_downcast_rounding must be 'rtne' or 'rtz'"
+            raise InvalidKernel(f"{rule}, got {fp_downcast_rounding!r}")
         if fp_downcast_rounding == "rtz":
             return _towards_zero(self, dtype)
         return reinterpret(self, dtype) if bitcast else cast(self, dtype)
@@ -282,8 +245,12 @@ def _integer(value: int, dtype: tl.dtype) -> Tile:
     low, high = limits(dtype)
     if not low <= value <= high:
         raise InvalidKernel(f"constant must fit {dtype}, got {value}")
-    value -= 2**64 if value >= 2**63 else 0
-    return Tile(torch.tensor(value, dtype=held(dtype)), dtype)
+    return Tile(torch.tensor(_signed(value), dtype=held(dtype)), dtype)
+
+
+def _signed(value: int) -> int:
+    """Return the integer that int64 has in the bits of this one of uint64."""
+    return value - (2**64 if value >= 2**63 else 0)
 
 
 def to_tile(value: Any) -> Tile:
@@ -309,20 +276,15 @@ def cast(value: Any, dtype: tl.dtype) -> Tile:
         return tile
     if dtype.name == "int1":
         data = data != 0
-    elif source.is_floating() and dtype.name == "uint64":
-        wide = data.to(torch.float64).nan_to_num(0.0).clamp(0, 2.0**64)
-        high = wide >= 2.0**63
-        low = torch.where(high, wide - 2.0**63, wide).clamp(max=2.0**63 - 1024).to(torch.int64)
-        data = torch.where(wide >= 2.0**64, -1, torch.where(high, _flip(low), low))
     elif source.name == "uint64" and dtype.is_floating():
-        upper, lower = data >> 32 & 0xFFFFFFFF, data & 0xFFFFFFFF
-        data = (upper.to(torch.float64) * 2.0**32 + lower.to(torch.float64)).to(held(dtype))
+        data = data.view(torch.uint64).to(held(dtype))
     elif source.is_floating() and dtype.is_int():
         # cvt.rzi saturates and turns NaN into 0; torch's conversion is undefined out of range.
-        low, high = dtype.get_int_min_value(), dtype.get_int_max_value()
-        wide = data.to(torch.float64).nan_to_num(0.0, math.inf, -math.inf)
-        inside = wide.clamp(low, min(high, 2**63 - 1024)).to(torch.int64)
-        data = torch.where(wide >= high, high, inside).to(held(dtype))
+        low, high = limits(dtype)
+        wide, end = data.to(torch.float64).nan_to_num(0.0, math.inf, -math.inf), high + 1.0
+        whole = wide.clamp(low, math.nextafter(end, 0.0))
+        whole = whole.to(torch.uint64 if high >= 2**63 else torch.int64).view(torch.int64)
+        data = torch.where(wide >= end, _signed(high), whole).to(held(dtype))
     elif dtype.is_fp8():
         # cvt.rn.satfinite: whatever exceeds the largest finite number becomes it; NaN stays NaN.
         limit = torch.finfo(held(dtype)).max
@@ -354,14 +316,11 @@ def upper_half(a: Any, b: Any) -> Tile:
         raise InvalidKernel(f"umulhi takes integers of 32 or 64 bits, got {dtype}")
     if dtype.int_bitwidth == 32:
         return Tile(_wrap((x.to(torch.int64) * y.to(torch.int64)) >> 32, dtype).to(x.dtype), dtype)
-
-    def upper(z: torch.Tensor) -> torch.Tensor:
-        return z >> 32 & 0xFFFFFFFF if dtype.name == "uint64" else z >> 32
-
-    x0, y0 = x & 0xFFFFFFFF, y & 0xFFFFFFFF
-    first = upper(x) * y0 + (x0 * y0 >> 32 & 0xFFFFFFFF)
-    second = x0 * upper(y) + (first & 0xFFFFFFFF)
-    return Tile(upper(x) * upper(y) + upper(first) + upper(second), dtype)
+    kind = np.uint64 if dtype.name == "uint64" else np.int64
+    # Objects are Python's integers, of any size.
+    p, q = (operand.contiguous().numpy().view(kind).astype(object) for operand in (x, y))
+    upper = np.asarray(p * q >> 64).astype(kind).view(np.int64)
+    return Tile(torch.from_numpy(upper), dtype)
 
 
 def _towards_zero(tile: Tile, dtype: tl.dtype) -> Tile:
@@ -457,10 +416,6 @@ def add(a: Any, b: Any) -> Tile:
 
 def sub(a: Any, b: Any) -> Tile:
     return (_advance if is_pointer(a) else _arithmetic)(torch.sub, a, b)
-
-
-def mul(a: Any, b: Any) -> Tile:
-    return _arithmetic(torch.mul, a, b)
 
 
 def truediv(a: Any, b: Any) -> Tile:
@@ -590,10 +545,10 @@ def reshape(tile: Tile, shape: tuple[int, ...]) -> Tile:
     return tile.like(tile.data.reshape(shape))
 
 
-_BINARY = {
+BINARY = {
     "add": add,
     "sub": sub,
-    "mul": mul,
+    "mul": lambda a, b: _arithmetic(torch.mul, a, b),
     "truediv": truediv,
     "floordiv": floordiv,
     "mod": mod,
@@ -603,7 +558,7 @@ _BINARY = {
     "lshift": lambda a, b: _bitwise(_shift_left, a, b),
     "rshift": lambda a, b: _bitwise(_shift_right, a, b),
 }
-for _name, _function in _BINARY.items():
+for _name, _function in BINARY.items():
     setattr(Unbound, f"__{_name}__", Unbound.refuse)
     setattr(Unbound, f"__r{_name}__", Unbound.refuse)
     setattr(Tile, f"__{_name}__", lambda self, other, f=_function: f(self, other))

@@ -15,35 +15,19 @@ import torch
 from .assembly import Step, short
 from .errors import Location
 
+# Dimension, and bit of the position in it, that each bit of the number of a warp is.
+_WarpBits = tuple[tuple[int, int], ...]
+
 
 @dataclass(frozen=True)
-class _Blocked:
-    """A blocked layout of a block of this shape: which warp has which element."""
+class _Layout:
+    """Which warp has which element of a block of this shape."""
 
     shape: tuple[int, ...]
-    spans: tuple[int, ...]
-    warps: tuple[int, ...]
-    order: tuple[int, ...]
+    warps: _WarpBits
 
     def warps_of(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the first warp that has each element, which is the one that stores it."""
-        index = torch.unravel_index(positions, self.shape)
-        number, step = torch.zeros_like(positions), 1
-        for dim in self.order:
-            number = number + index[dim] // self.spans[dim] % self.warps[dim] * step
-            step *= self.warps[dim]
-        return number
-
-
-@dataclass(frozen=True)
-class _Linear:
-    """A linear layout of a block of this shape. warps: dimension and bit of the place in the block
-    that each bit of the number of a warp is."""
-
-    shape: tuple[int, ...]
-    warps: tuple[tuple[int, int], ...]
-
-    def warps_of(self, positions: torch.Tensor) -> torch.Tensor:
         index = torch.unravel_index(positions, self.shape)
         bits = ((index[dim] >> bit & 1) << i for i, (dim, bit) in enumerate(self.warps))
         return sum(bits, torch.zeros_like(positions))
@@ -59,23 +43,25 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-def _linear(sizes: tuple[int, ...], text: str) -> _Linear | None:
+def _linear(text: str) -> _WarpBits | None:
     """Parse a linear layout; None if several warps have an element, or if no bit of its position
     alone says which has it."""
     bases = _bases(text)
-    steps = [max(base) for several in bases.values() for base in several if sum(base) == max(base)]
-    count = sum(map(len, bases.values()))
-    if len(steps) < count or any(step & step - 1 for step in steps) or "warp" not in bases:
+    steps = [(sum(base), max(base)) for several in bases.values() for base in several]
+    single = all(total == step and not step & step - 1 for total, step in steps)
+    if not single or not all(map(any, bases.get("warp", [()]))):
         return None
-    if not all(map(any, bases["warp"])):
-        return None
-    return _Linear(sizes, tuple((b.index(max(b)), max(b).bit_length() - 1) for b in bases["warp"]))
+    return tuple((base.index(max(base)), max(base).bit_length() - 1) for base in bases["warp"])
 
 
-def _blocked(sizes: tuple[int, ...], text: str) -> _Blocked:
+def _blocked(text: str) -> _WarpBits:
     lists = {name: _numbers(each) for name, each in re.findall(r"(\w+) = \[([\d, ]+)\]", text)}
-    spans = zip(lists["sizePerThread"], lists["threadsPerWarp"], strict=True)
-    return _Blocked(sizes, tuple(a * b for a, b in spans), lists["warpsPerCTA"], lists["order"])
+    bits: list[tuple[int, int]] = []
+    for dim in lists["order"]:
+        span = lists["sizePerThread"][dim] * lists["threadsPerWarp"][dim]
+        ends = span.bit_length() - 1, (span * lists["warpsPerCTA"][dim]).bit_length() - 1
+        bits += [(dim, bit) for bit in range(*ends)]
+    return tuple(bits)
 
 
 _PARSERS = {"blocked": _blocked, "tensor blocked": _blocked, "tensor linear": _linear}
@@ -169,7 +155,7 @@ class Module:
     def __init__(self, text: str):
         self._known = names(text)
         self._steps: list[Step] = []
-        self._layouts: dict[Step, set[_Blocked | _Linear | None]] = {}
+        self._layouts: dict[Step, set[_Layout | None]] = {}
         self._loops: list[_Region] = []
         regions = [_Region(0, 0)]
         for line in map(str.strip, text.splitlines()):
@@ -189,12 +175,13 @@ class Module:
         loc = re.search(r" loc\((.*)\)$", text)
         return next(calls(loc[1], self._known), ("", 0)) if loc else ("", 0)
 
-    def _layout(self, kind: str, line: str) -> _Blocked | _Linear | None:
+    def _layout(self, kind: str, line: str) -> _Layout | None:
         block = _BLOCK.match(line)
         written = re.match(r"#ttg\.(\w+)<(.*)>$", self._known.get(block[2], "") if block else "")
         memory = "tensor " * kind.startswith("tensor ")
         parse = written and _PARSERS.get(memory + written[1])
-        return parse(tuple(map(int, block[1].split("x"))), written[2]) if parse else None
+        warps = parse(written[2]) if parse else None
+        return None if warps is None else _Layout(tuple(map(int, block[1].split("x"))), warps)
 
     def warps_of(self, step: Step, size: int) -> torch.Tensor | None:
         """Return the first warp that accesses each element of a block of this size, None if

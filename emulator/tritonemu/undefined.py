@@ -69,14 +69,18 @@ def fills(
 
 
 def marks(raw: torch.Tensor, dtype: tl.dtype) -> torch.Tensor:
-    """Extract the mark of each element, 0 where there is none; MOST + 1 is none."""
+    """Extract the mark of each element that a load of this launch has left, 0 where there is
+    none."""
     pattern, shift = _PATTERNS.get(dtype.name, (0, 0))
-    if not pattern:
+    most = min(MOST, len(current().undefined))
+    if not pattern or not most:
         return torch.zeros((), dtype=torch.int64)
     bits = raw.view(_INTEGERS[raw.itemsize])
     if raw.is_floating_point():
-        return torch.where(raw.isnan(), bits >> shift & MOST + 1, 0)
-    return torch.where((bits > pattern) & (bits <= pattern + MOST), bits - pattern, 0)
+        numbers = torch.where(raw.isnan(), bits >> shift & MOST + 1, 0)
+    else:
+        numbers = bits - pattern
+    return torch.where((numbers > 0) & (numbers <= most), numbers, 0)
 
 
 class Undefined(Tile):
@@ -172,9 +176,7 @@ def on_each(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def apply(*args: Any, **kwargs: Any) -> Any:
-        first = _undefined(args)
-        if first is None and kwargs:
-            first = _undefined(kwargs.values())
+        first = _undefined((args, tuple(kwargs.values())))
         if first is None:
             return function(*args, **kwargs)
         results, report = [], current().report
