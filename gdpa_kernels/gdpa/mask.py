@@ -112,6 +112,7 @@ class Mask:
         """All but the counts, as an operator of PyTorch takes it and `of_rule` reads it."""
         if self is ALL:
             return ""
+        # An int, since torch.compile of PyTorch 2.11 takes no bool as an index.
         causal = "" if not self.causal else ALIGNMENTS[int(lower_right)]
         if self.plain:
             return causal if self.window is None else f"{causal} window={self.window}"
