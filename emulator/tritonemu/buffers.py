@@ -13,6 +13,7 @@ byte of a row, for all lanes at once.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -407,7 +408,7 @@ class Buffer:
             self._judge(Race, access, old, "nothing orders the two", **facts)
 
     def _judge(
-        self, kind: type[Race | MissingFence], new: Access, old: Access, remark: str,
+        self, kind: Callable[..., Race | MissingFence], new: Access, old: Access, remark: str,
         **facts: Any,
     ) -> None:  # fmt: skip
         """Raise a finding about two accesses, unless a comment allows it."""

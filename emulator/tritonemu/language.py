@@ -791,8 +791,6 @@ for _name, _function in OPERATIONS.items():
 
 LANGUAGE = Namespace("tl", OPERATIONS, tl, tl.core, tl.standard, tl.random)
 LANGUAGE.__dict__["math"] = LANGUAGE
-
-
 LIBDEVICE = Namespace("libdevice", {}, libdevice)
 CUDA = Namespace(
     "tl.extra.cuda",
