@@ -91,9 +91,9 @@ test-tutorials: $(READY) $(UPSTREAM:%=$(VENV)/upstream/%/triton)
 	  emulator/tutorials.py $(TRITON) v$$version --known emulator/COVERAGE.md || exit; done)
 
 # HSTU's layers and functions of public code, from clones, beside ours, and what is recorded of them:
-# make test-hstu HSTU="../generative-recommenders ../recsys-examples".
+# make test-hstu HSTU="../generative-recommenders ../recsys-examples ../FBGEMM".
 test-hstu: $(READY)
-	$(if $(HSTU),$(BIN)/python -m tests.hstu.upstream $(HSTU),@echo "skipped: HSTU must be two clones")
+	$(if $(HSTU),$(BIN)/python -m tests.hstu.upstream $(HSTU),@echo "skipped: HSTU must be three clones")
 
 $(VENV)/upstream/%/triton: $(READY)
 	test -d $@ || $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \

@@ -112,7 +112,8 @@ class Mask:
         """All but the counts, as an operator of PyTorch takes it and `of_rule` reads it."""
         if self is ALL:
             return ""
-        causal = "" if not self.causal else ALIGNMENTS[lower_right]
+        # An int, since torch.compile of PyTorch 2.11 takes no bool as an index.
+        causal = "" if not self.causal else ALIGNMENTS[int(lower_right)]
         if self.plain:
             return causal if self.window is None else f"{causal} window={self.window}"
         names = "window", "target_group_size", "full_rows", "target_ranks"

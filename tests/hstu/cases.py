@@ -1,5 +1,6 @@
-"""Layers of public HSTU code bases, small, whose results recorded.npz has: of these weights and
-inputs, drawn so that they never change. upstream.py makes the file from clones, and compares."""
+"""Layers of public HSTU code bases and calls of FBGEMM's function, small, whose results are in
+recorded.npz: of these weights and inputs, drawn so that they never change. upstream.py makes the
+file from clones, and compares."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 
 from gdpa_kernels.gdpa.mask import Mask
 from gdpa_kernels.hstu import RECSYS_EXAMPLES, RESEARCH, STU, Form, HSTULayer, save_weights
-from gdpa_kernels.hstu.adapters import counts_of_stu
+from gdpa_kernels.hstu.adapters import counts_of_stu, hstu_attn_varlen_func
 from gdpa_kernels.hstu.thresholds import jagged_times
 
 RECORDED = Path(__file__).with_name("recorded.npz")
@@ -100,3 +101,57 @@ def call_of(case: Layer) -> dict[str, torch.Tensor]:
         return counts_of_stu(offsets, targets, case.contexts)
     contexts = None if not case.contexts else torch.tensor(case.contexts)
     return {"num_targets": targets, "num_contexts": contexts}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One call of FBGEMM's function: the rows of each sequence, contexts and targets among them.
+
+    queries: of each sequence so many last rows; None for all. divisor: scaling_seqlen.
+    """
+
+    lengths: tuple[int, ...] = (9, 5, 0, 11)
+    queries: tuple[int, ...] | None = None
+    contexts: tuple[int, ...] | None = None
+    targets: tuple[int, ...] | None = None
+    group: int = 1
+    window: tuple[int, int] = (-1, 0)
+    divisor: int = N
+    alpha: float = 0.4
+    head_dim: int = 4
+
+    def generator(self) -> np.random.RandomState:
+        return np.random.RandomState(len(str(self)))  # noqa: NPY002  its stream is frozen
+
+
+ATTENTION = {
+    "fbgemm_causal": Attention(),
+    "fbgemm_full": Attention(window=(-1, -1)),
+    "fbgemm_window": Attention(window=(3, 3)),
+    "fbgemm_targets": Attention((9, 5, 1, 11), targets=ONE, contexts=(2, 0, 0, 3)),
+    "fbgemm_groups": Attention((9, 5, 1, 11), targets=(4, 2, 0, 5), group=3),
+    "fbgemm_delta": Attention((9, 5, 1, 11), queries=(2, 5, 1, 4)),
+}
+
+
+def attention_inputs_of(case: Attention) -> tuple[torch.Tensor, ...]:
+    """q, k, v, and the gradient of the result."""
+    draw = case.generator()
+    rows = sum(case.queries or case.lengths), sum(case.lengths), sum(case.lengths)
+    sizes = *rows, rows[0]
+    return tuple(
+        torch.from_numpy(draw.standard_normal((size, HEADS, case.head_dim))) for size in sizes
+    )
+
+
+def attention_of(case: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+    """Our call of a case, its arguments those of FBGEMM."""
+    contexts, targets = (
+        None if counts is None else torch.tensor(counts, dtype=torch.int32)
+        for counts in (case.contexts, case.targets)
+    )
+    rows = case.queries or case.lengths
+    return hstu_attn_varlen_func(
+        q, k, v, offsets_of(rows).int(), offsets_of(case.lengths).int(), None, None, max(rows),
+        max(case.lengths), case.divisor, contexts, targets, case.group, case.window, case.alpha,
+    )  # fmt: skip

@@ -26,11 +26,14 @@ from gdpa_kernels.hstu import (
 )
 from tests.calls import DEVICE
 from tests.hstu.cases import (
+    ATTENTION,
     EMBED,
     HEADS,
     LAYERS,
     RECORDED,
     N,
+    attention_inputs_of,
+    attention_of,
     bucketization,
     call_of,
     inputs_of,
@@ -65,6 +68,18 @@ def test_layers_give_what_public_code_gave(name):
     found |= save_weights(layer, case.kind)
     assert found.keys() == wanted.keys()
     for key, value in wanted.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-11, atol=1e-11, msg=key)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_the_function_of_fbgemm_gives_what_its_reference_gave(name):
+    """The result, and the gradients of q, k and v."""
+    *inputs, grad = attention_inputs_of(ATTENTION[name])
+    out = attention_of(ATTENTION[name], *(x.requires_grad_() for x in inputs))
+    gradients = torch.autograd.grad(out, inputs, grad)
+    found = dict(zip(("out", "q", "k", "v"), (out.detach(), *gradients), strict=True))
+    assert found.keys() == recorded(name).keys()
+    for key, value in recorded(name).items():
         torch.testing.assert_close(found[key], value, rtol=1e-11, atol=1e-11, msg=key)
 
 

@@ -1,11 +1,11 @@
-"""The public HSTU code bases beside ours: record what their layers give, or compare with them.
+"""The public HSTU code bases beside ours: record what they give, or compare with them.
 
-python -m tests.hstu.upstream GENERATIVE_RECOMMENDERS RECSYS_EXAMPLES [--record] [--calls 300]
+python -m tests.hstu.upstream GENERATIVE_RECOMMENDERS RECSYS_EXAMPLES FBGEMM [--record]
 
-The arguments are clones. Their PyTorch paths run on a CPU, with stand-ins for three operators of
-FBGEMM, a function of torchrec, and what the debug layer of recsys-examples imports and does not
-call. Their norms compute in fp32 whatever the input: here `torch.float32` of those modules means
-float64.
+The arguments are clones. Their PyTorch paths run on a CPU, of FBGEMM the reference that its test
+holds the kernels to. Stand-ins are three operators of FBGEMM, a function of torchrec, one of
+einops, and what the debug layer of recsys-examples and that test import and do not call. Norms
+there compute in fp32 whatever the input: here `torch.float32` of those modules means float64.
 """
 
 import argparse
@@ -22,12 +22,16 @@ from gdpa_kernels.gdpa.bias import RelativeBias
 from gdpa_kernels.hstu import adapters, jagged_times, replace_stu, thresholds_of
 from gdpa_kernels.serving import HistoryRules, PagedCache, candidates, extend
 from tests.hstu.cases import (
+    ATTENTION,
     EMBED,
     HEADS,
     LAYERS,
     RECORDED,
+    Attention,
     Layer,
     N,
+    attention_inputs_of,
+    attention_of,
     bucketization,
     inputs_of,
     offsets_of,
@@ -89,9 +93,9 @@ class Anything(types.ModuleType):
 
 
 class Clones:
-    """The modules of both clones."""
+    """The modules of the three clones."""
 
-    def __init__(self, gr: str, nv: str):
+    def __init__(self, gr: str, nv: str, fbgemm: str):
         for schema, function in OPERATORS.items():
             FBGEMM.define(schema)
             FBGEMM.impl(schema.split("(")[0], function, "CompositeImplicitAutograd")
@@ -110,6 +114,10 @@ class Clones:
         self.stu, self.research, self.gr, self.pytorch = stu, hstu, hstu_attention, HammerKernel
         self.nv = _module(f"{nv}/examples/hstu/ops/pt_ops/pt_hstu_attention.py")
         self.debug = _debug_layer(nv)
+        sys.modules["hstu"] = Anything("hstu")
+        sys.modules["einops"] = types.ModuleType("einops")
+        sys.modules["einops"].rearrange = _split_rows
+        self.fbgemm = _module(f"{fbgemm}/fbgemm_gpu/experimental/hstu/test/hstu_test.py")
 
     def layer(self, case: Layer) -> torch.nn.Module:
         """The code base's own layer of a case."""
@@ -164,6 +172,47 @@ class Clones:
         )  # fmt: skip
         return layer(batch)
 
+    def attention(self, case: Attention, q, k, v) -> torch.Tensor:
+        """What FBGEMM's reference gives for a call."""
+        rows, none = case.queries or case.lengths, (0,) * len(case.lengths)
+        contexts, targets = (
+            torch.tensor(counts or none, dtype=torch.int32)
+            for counts in (case.contexts, case.targets)
+        )
+        # The mask's lengths are those of the histories, its size the sum of three longest.
+        histories = torch.tensor(case.lengths) - contexts - targets
+        most = int(contexts.max()), int(histories.max()), int(targets.max())
+        ends = _cumsum(histories)
+        mask = self.fbgemm.construct_mask(
+            most[0], case.divisor - most[0] - most[2], most[2], case.group, case.window,
+            cu_seqlens_q=ends, cu_seqlens_k=ends, num_contexts=contexts, num_targets=targets,
+            device="cpu",
+        )  # fmt: skip
+        if case.window[0] >= 0 and case.window[1] == 0:
+            mask = mask.tril()  # its kernels end a row there, its mask takes 0 for no end
+        return self.fbgemm._hstu_attention_maybe_from_cache(
+            q.shape[1], q.shape[2], v.shape[2], case.divisor, case.divisor, q, k, v,
+            offsets_of(rows), offsets_of(case.lengths), None, None, None, mask, case.alpha,
+            upcast=False, is_delta_q=case.queries is not None,
+        )  # fmt: skip
+
+    def attention_results(self, case: Attention) -> dict[str, torch.Tensor]:
+        """The output, and the gradients of q, k and v."""
+        *inputs, grad = attention_inputs_of(case)
+        out = self.attention(case, *(x.requires_grad_() for x in inputs))
+        gradients = torch.autograd.grad(out, inputs, grad)
+        return dict(zip(("out", "q", "k", "v"), (out.detach(), *gradients), strict=True))
+
+    def recorded(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What recorded.npz holds, by the names of the cases."""
+        layers = {name: self.results(case) for name, case in LAYERS.items()}
+        return layers | {name: self.attention_results(case) for name, case in ATTENTION.items()}
+
+
+def _split_rows(x: torch.Tensor, _: str, b: int) -> torch.Tensor:
+    """einops.rearrange(x, "(b s) ... -> b s ...", b=b)."""
+    return x.unflatten(0, (b, -1))
+
 
 def _module(path: str):
     spec = importlib.util.spec_from_file_location("theirs", path)
@@ -214,10 +263,10 @@ def _debug_layer(nv: str):
     return debug_hstu_layer
 
 
-def compare_layers(clones: Clones) -> None:
+def compare_recorded(clones: Clones) -> None:
     known = np.load(RECORDED)
-    for name, case in LAYERS.items():
-        for key, x in clones.results(case).items():
+    for name, results in clones.recorded().items():
+        for key, x in results.items():
             torch.testing.assert_close(
                 x, torch.from_numpy(known[f"{name}/{key}"]), rtol=1e-11, atol=1e-11,
                 msg=lambda text, at=(name, key): f"{at}: {text}",
@@ -357,6 +406,10 @@ def _calls(clones: Clones, dtype: torch.dtype, thresholds: torch.Tensor):
     )
     yield "not causal", ours, theirs, [q, k, v]
 
+    kind, case = _attention(pick, number)
+    *inputs, _ = (x.to(dtype).requires_grad_() for x in attention_inputs_of(case))
+    yield f"FBGEMM, {kind}", attention_of(case, *inputs), clones.attention(case, *inputs), inputs
+
     q, k, v, lengths, ends = batch()
     n = int(lengths.max()) + 2  # of N = 1 theirs is empty
     bias = clones.research.RelativeBucketedTimeAndPositionBasedBias(n, 128, bucketization)
@@ -372,21 +425,43 @@ def _calls(clones: Clones, dtype: torch.dtype, thresholds: torch.Tensor):
     yield "research", ours, theirs.view(ours.shape), [q, k, v, bias._pos_w, bias._ts_w]
 
 
+def _attention(pick, number) -> tuple[str, Attention]:
+    """A call of FBGEMM's function, and what kind of call it is."""
+    kind = pick(("causal", "targets", "full", "window", "last queries", "last queries, window"))
+    sequences, width, more = number(1, 4), number(1, 6), {}
+
+    def counts(most):
+        return tuple(number(0, most) for _ in range(sequences))
+
+    lengths = tuple(number(1, 12) for _ in range(sequences))
+    if kind == "targets":
+        more = {"contexts": counts(3), "targets": counts(6), "group": number(1, 3)}
+        columns = zip(lengths, more["contexts"], more["targets"], strict=True)
+        lengths = tuple(map(sum, columns))
+    if "queries" in kind:
+        more = {"queries": tuple(number(1, n) for n in lengths)}
+    windows = {"full": (-1, -1), "window": (width, width), "last queries, window": (width, 0)}
+    window, divisor = windows.get(kind, (-1, 0)), 21 + number(0, 5)  # 21 rows are the most
+    case = Attention(lengths, window=window, divisor=divisor, head_dim=pick((4, 8)), **more)
+    return kind, case
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("gr")
     parser.add_argument("nv")
+    parser.add_argument("fbgemm")
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--calls", type=int, default=300)
     options = parser.parse_args()
-    clones = Clones(options.gr, options.nv)
+    clones = Clones(options.gr, options.nv, options.fbgemm)
     torch.manual_seed(0)
     random.seed(0)
     if options.record:
-        results = {f"{name}/{key}": x.numpy() for name, case in LAYERS.items()
-                   for key, x in clones.results(case).items()}  # fmt: skip
+        results = {f"{name}/{key}": x.numpy() for name, results in clones.recorded().items()
+                   for key, x in results.items()}  # fmt: skip
         np.savez_compressed(RECORDED, **results)
-    compare_layers(clones)
+    compare_recorded(clones)
     compare_stack(clones)
     compare_functions(clones, options.calls)
     compare_triton()

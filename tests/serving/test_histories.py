@@ -205,6 +205,7 @@ def test_an_append_begins_where_its_caller_knows():
     with pytest.raises(ValueError, match="begins must be where the histories end, 0 of 'u', got 7"):
         kept.append(["w", "u"], [1, 1], begins=[0, 7])
     assert kept.length("w") == 0
+    assert kept.append(["u"], [2]).positions.tolist() == [0, 1], "begun anew, for who gives none"
 
 
 def test_a_write_joins_no_graph():
