@@ -1,6 +1,7 @@
 """One check, one verdict: what is found, not judged, and not seen of barriers."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import triton.language as tl
 from emulator.tests.checking import box, grid2, tlx
 from tritonemu import Race, Search, Verdict, check, line_in
 from tritonemu.__main__ import main
+from tritonemu.messages import painted
 
 
 @triton.jit
@@ -147,6 +149,27 @@ def test_the_command_its_json_and_sarif_say_it(tmp_path, monkeypatch, capsys):
         seen = json.loads(Path("a.json").read_text())["unwrapped"]
         missing = {"kernel": "pass_kernel", "barrier": "bar", "missing": "one phase only"}
         assert seen == [missing] * len(lines)
+
+
+class Stream:
+    def __init__(self, terminal):
+        self.isatty = lambda: terminal
+
+
+def test_colours_are_for_terminals_that_want_them(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    verdict = check(last_kernel, (2,), torch.zeros(1, dtype=torch.int32), RACE=True)
+    text, terminal = str(verdict), Stream(True)
+    assert painted(text, terminal).startswith("\033[1;31mRace (schedule modelled)\033[0m: ")
+    assert painted("nothing found in", terminal) == "\033[1;32mnothing found in\033[0m"
+    assert re.sub(r"\033\[[\d;]*m", "", painted(text, terminal)) == text
+    assert painted(text, Stream(False)) == text
+    monkeypatch.setenv("TERM", "dumb")
+    assert painted(text, terminal) == text
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert painted(text, terminal) == text
 
 
 def test_a_verdict_of_nothing_is_clean():

@@ -8,15 +8,6 @@ Reported are races, deadlocks, barrier misuse, waits that may pass a phase too e
 reads, stores of undefined values, missing fences, CTAs that end too early, out-of-bounds accesses
 and invalid descriptors; `errors` lists the kinds. An operation the emulator does not know raises
 `Unsupported`; it never guesses. Registers, layouts and real time are not modelled.
-
-`rewrite` turns the kernel's source into Python on tiles, and `aggregates` its classes; `scopes`
-checks variables in loops and branches; `tile` has the arithmetic, `language`, `tlx` and `gluon` the
-operations, `instructions` inline PTX. `memory` is global memory, `unwritten` its unwritten part,
-`undefined` the values of masked-off lanes, `buffers` shared and tensor memory. `clocks` tells what
-happens before what; `barriers`, `tasks` and `scheduler` decide who runs when; `spinning` finds
-loops that never end; `engines` are the units that roles share; `timeline` is the trace and its
-figure, `stepper` a page of it. `launch` is the state of a launch, `execution` runs it,
-`launch_hooks` takes over the launches of a program, and `compiled_kernel` is what they return.
 Needs torch, triton and greenlet, and no GPU.
 """
 

@@ -39,7 +39,7 @@ import triton
 from . import EmulatorError, Report, Unsupported, WrongResult, fake_gpu, gpu, processes
 from .errors import COMMAND, flags
 from .launch_hooks import current_reports
-from .messages import page
+from .messages import page, painted
 from .options import add_options, keywords, positive, repeated
 from .orders import order_of
 from .sarif import as_sarif
@@ -303,11 +303,11 @@ def _check(options: argparse.Namespace) -> int:
     error = verdict.finding
     replay = _command(options, error.schedule) if error else ""
     if error:
-        print(f"{verdict}\n  {replay}", file=sys.stderr)
+        print(painted(f"{verdict}\n  {replay}", sys.stderr), file=sys.stderr)
     else:
         count = sum(verdict.unjudged.values())
         said = f"nothing found under {search}{f'; {count} not judged' * bool(count)}"
-        print(f"{said}\n{_summary(verdict)}")
+        print(painted(f"{said}\n{_summary(verdict)}", sys.stdout))
     if draws:
         _draw(options, error.report if error else verdict.reports[0], error)
     written = verdict.as_json(replay)

@@ -20,11 +20,8 @@ over meets the same parity one round earlier, and passes at once. So when a wait
 the role must have known before it that phase k - 1 was over: it has waited for that phase itself,
 or for something that comes after it. If it has not, the order of this run was luck, and the wait is
 an `AliasedWait`. Like a race it is found in the clocks, under any schedule. A wait for phase 0 or
-for the phase of a fresh barrier, -1, has nothing to prove. The typical case is a ring of slots that
-several consumers take in turn, where the number of slots is no multiple of the number of consumers:
-a slot passes from one to another, and who waits for a fill has not waited for the fill before. If
-the slots are filled by the stores of one role, to have waited for a later slot is proof enough;
-copies complete in any order.
+for the phase of a fresh barrier, -1, has nothing to prove. If the slots of a ring are filled by the
+stores of one role, to have waited for a later slot is proof enough; copies complete in any order.
 """
 
 from collections.abc import Hashable, Sequence
@@ -340,16 +337,6 @@ class Rendezvous:
                     )
         self.arrived, self.waiters = 0, []
         self.generation += 1
-
-
-class ClusterBarrier(Rendezvous):
-    """`barrier.cluster`: one role of each CTA must come."""
-
-    def __init__(self, scheduler: Scheduler, number: int, size: int):
-        super().__init__(scheduler, "", "cluster barrier", ("cluster", number), size)
-
-    def wait(self, role: Role) -> None:
-        self.count(role, 1, wait=True)
 
 
 class NamedBarrier(Rendezvous):

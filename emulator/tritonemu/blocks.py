@@ -2,8 +2,7 @@
 
 A block pointer is a pointer, sizes, strides and a position. Elements outside of the sizes along
 `boundary_check` are not accessed. Without `padding_option` they read zero, as in fbtriton 3.7.4 on
-NVIDIA GPUs, and something else with `masked="random"`; along dimensions that are not checked, only
-the tensor's own bounds hold.
+NVIDIA GPUs; along dimensions that are not checked, only the tensor's own bounds hold.
 """
 
 import math
@@ -84,10 +83,8 @@ class BlockPointer:
             raise InvalidKernel(f"padding_option must be 'zero' or 'nan', got {padding_option!r}")
         if padding_option == "nan" and not self.dtype.element_ty.is_floating():
             raise InvalidKernel(f"padding_option='nan' needs floats, got {self.dtype.element_ty}")
-        padding = _PADDINGS.get(padding_option or "")
-        if padding is None and current().masked != "random":
-            padding = 0
-        return current().memory.load(pointers, mask, None if mask is None else padding)
+        padding = None if mask is None else _PADDINGS[padding_option or "zero"]
+        return current().memory.load(pointers, mask, padding)
 
     def store(self, value: Any, boundary_check: Any = ()) -> None:
         value, (pointers, mask) = to_tile(value), self.lanes(boundary_check)

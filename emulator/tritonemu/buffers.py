@@ -22,15 +22,7 @@ import triton.language as tl
 
 from . import suppressions
 from .clocks import Access, Shadow
-from .errors import (
-    EmulatorError,
-    InvalidKernel,
-    MissingFence,
-    OutOfBounds,
-    Race,
-    UninitializedRead,
-    Unsupported,
-)
+from .errors import InvalidKernel, MissingFence, OutOfBounds, Race, UninitializedRead, Unsupported
 from .launch import current
 from .scheduler import Operation, Role
 from .tile import RAW, bytes_of, from_raw, to_raw
@@ -416,7 +408,7 @@ class Buffer:
             self._judge(Race, access, old, "nothing orders the two", **facts)
 
     def _judge(
-        self, kind: Callable[..., EmulatorError], new: Access, old: Access, remark: str,
+        self, kind: Callable[..., Race | MissingFence], new: Access, old: Access, remark: str,
         **facts: Any,
     ) -> None:  # fmt: skip
         """Raise a finding about two accesses, unless a comment allows it."""

@@ -162,8 +162,7 @@ class Shadow:
                 if not known and (old.write or new.write):
                     racing.append(old)
                 if known and (new.write or not old.write):
-                    rest = old.mask ^ common
-                    if rest:
+                    if rest := old.mask ^ common:
                         remaining.append(replace(old, mask=rest))
                     continue
             remaining.append(old)

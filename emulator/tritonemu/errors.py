@@ -279,9 +279,6 @@ class Wait:
         note = f"; {self.note}" if self.note else ""
         return f"waits for phase {self.phase} of {self.barrier}, which misses {missing}{note}"
 
-    def __str__(self) -> str:
-        return f"{self.role} at {self.location[0]}:{self.location[1]} {self.what}"
-
 
 @dataclass(frozen=True)
 class Spin:
@@ -304,9 +301,6 @@ class Spin:
         who, (file, line) = self.writer
         return f"{start}, last written by {who} at {file}:{line}"
 
-    def __str__(self) -> str:
-        return f"{self.role} at {self.location[0]}:{self.location[1]} {self.what}"
-
 
 class Deadlock(EmulatorError):
     """No role can continue: each is blocked, or spins on memory that nobody will change.
@@ -319,8 +313,8 @@ class Deadlock(EmulatorError):
         barriers = (each for wait in waits for each in getattr(wait, "barriers", ()))
         self.barriers = tuple(dict.fromkeys(barriers))
         self.marks = tuple(role.mark(wait.location[1], wait.what, True) for role, wait in stuck)
-        lines = "\n".join(f"  {wait}" for wait in waits)
-        super().__init__(f"deadlock:\n{lines}", waits[0].location)
+        lines = ("  {} at {}:{} {}".format(each.role, *each.location, each.what) for each in waits)
+        super().__init__("\n".join(["deadlock:", *lines]), waits[0].location)
 
 
 class WrongResult(EmulatorError):

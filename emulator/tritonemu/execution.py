@@ -14,7 +14,7 @@ from triton.backends.nvidia.compiler import CUDAOptions
 from triton.runtime.jit import TensorWrapper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .barriers import ClusterBarrier
+from .barriers import Rendezvous
 from .compiler import allocated, ask_front_end, asm_of, compile_launch, signature_of
 from .errors import EmulatorError, InvalidKernel, ResourceLimit, Unsupported, location_of
 from .gpu import HOST_DESCRIPTORS, check_arch, has_gluon, is_on_host, tensors_of
@@ -80,7 +80,7 @@ def execute(
     let reads of unwritten shared memory yield NaN. unguarded: "error", or "allow" to let pass what
     warps of one program do to memory without a barrier, and loops ahead of time (see `threads`).
     masked: what lanes hold that a mask turns off and no `other` fills, "nan" (or any integer, and
-    `UndefinedValue` if what is stored depends on it), "zero", as on NVIDIA GPUs, or "random".
+    `UndefinedValue` if what is stored depends on it), or "zero", as on NVIDIA GPUs.
     bounds: "tensor", or "storage": of tensors that are parts of one, kernels may use the memory
     around them. max_steps: how many operations that other roles can notice the kernel may take, and
     timeout: how many seconds, None for any number. resident: how many clusters run at the same
@@ -208,7 +208,7 @@ def _end(role: Role) -> None:
     if len(role.lanes) > 1:
         role.joined()
     elif role.cta.cluster.waits:
-        role.cta.cluster.barrier.wait(role)
+        role.cta.cluster.barrier.count(role, 1, wait=True)
     for lane in role.lanes:
         lane.cta.end(lane)
 
@@ -242,7 +242,8 @@ def run_clusters(launch: Launch, numbers: Sequence[int], body: Callable[[], None
     ctas = []
 
     def start(group: int) -> None:
-        cluster = Cluster(scheduler, ClusterBarrier(scheduler, group, count))
+        key = "cluster", group
+        cluster = Cluster(scheduler, Rendezvous(scheduler, "", "cluster barrier", key, count))
         for rank in range(count):
             program = launch.place(group, rank)
             x, y, z = program

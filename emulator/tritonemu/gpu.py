@@ -2,9 +2,8 @@
 
 `fake_gpu` answers what programs ask of `torch.cuda` and of Triton's driver. "cuda" becomes the CPU
 wherever PyTorch takes a device, and `x.device`, `x.is_cuda` say what they would say: a tensor is on
-the GPU if it was made or moved there, or computed from one that is; moving it copies it. Streams,
-events, synchronisation and `torch.compile` do nothing, operators for CUDA are the CPU's,
-`do_bench` is one call, and benchmarks are skipped. Kernels run only inside `tritonemu.enabled`.
+the GPU if it was made or moved there, or computed from one that is; moving it copies it. Operators
+for CUDA are the CPU's. Kernels run only inside `tritonemu.enabled`.
 """
 
 import contextlib
@@ -77,9 +76,6 @@ def _properties(arch: str, multiprocessors: int) -> dict[str, Any]:
         "shared_memory_per_block_optin": SHARED_BYTES,
         "shared_memory_per_multiprocessor": 233472,
         "L2_cache_size": 50 << 20,
-        "is_integrated": False,
-        "is_multi_gpu_board": False,
-        "gcnArchName": "",
     }
 
 

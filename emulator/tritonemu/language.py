@@ -21,41 +21,16 @@ import triton.language as tl
 from triton.language.core import is_builtin
 from triton.language.extra.cuda import libdevice
 from triton.runtime import _allocation
+from triton.runtime.jit import JITFunction
 
-from . import library, suppressions, tile, undefined
+from . import library, rewrite, suppressions, tile, undefined
 from .blocks import BlockPointer
 from .errors import InvalidKernel, UndefinedValue, Unsupported
 from .instructions import execute, fused_multiply_add, instruction_counts, round_fraction
 from .launch import current
 from .memory import REDUCTIONS, Descriptor
-from .rewrite import (
-    ConstexprFunction,
-    JITFunction,
-    Range,
-    StaticRange,
-    again,
-    check,
-    constant,
-    on_constants,
-    static_int,
-)
-from .tile import (
-    RAW,
-    WORK,
-    Tile,
-    cast,
-    check_shape,
-    common_shape,
-    from_raw,
-    held,
-    maximum,
-    minimum,
-    operands,
-    scalar,
-    to_raw,
-    to_tile,
-    where,
-)
+from .rewrite import constant, static_int
+from .tile import WORK, Tile, cast, scalar, to_tile
 
 OPERATIONS: dict[str, Any] = {}
 
@@ -87,12 +62,12 @@ class Namespace:
     def __getattr__(self, operation: str) -> Any:
         candidates = (vars(source).get(operation) for source in self._sources)
         real = next((value for value in candidates if value is not None), None)
-        if isinstance(real, (JITFunction, ConstexprFunction, tl.constexpr, ModuleType)):
+        if isinstance(real, (JITFunction, rewrite.ConstexprFunction, tl.constexpr, ModuleType)):
             return current().lowering.convert(real)
         if isinstance(real, tl.dtype):
             return real
         if _is_helper(real):
-            return on_constants(real)
+            return rewrite.on_constants(real)
         module = getattr(real, "__module__", "")
         if module == libdevice.__name__:
             return undefined.on_each(library.function(operation, real))
@@ -123,14 +98,14 @@ def _axis(axis: int, rank: int) -> int:
 
 @_operation
 def arange(start: int, end: int) -> Tile:
-    check_shape((static_int(end) - static_int(start),))
+    tile.check_shape((static_int(end) - static_int(start),))
     return Tile(torch.arange(start, end, dtype=torch.int32), tl.int32)
 
 
 @_operation
 def full(shape: Any, value: Any, dtype: tl.dtype) -> Tile:
     value = cast(value, dtype) if isinstance(value, Tile) else scalar(value, dtype)
-    return value.like(value.data.expand(check_shape(shape)))
+    return value.like(value.data.expand(tile.check_shape(shape)))
 
 
 @_operation
@@ -141,7 +116,7 @@ def broadcast(input: Tile, other: Tile) -> tuple[Tile, Tile]:
 
 @_operation
 def broadcast_to(input: Tile, *shape: Any) -> Tile:
-    sizes = check_shape(_sizes(shape))
+    sizes = tile.check_shape(_sizes(shape))
     if len(input.shape) not in (0, len(sizes)):
         raise InvalidKernel(f"broadcast must keep the rank, got {input!r} to {sizes}")
     return input.shaped(lambda data: data.expand(sizes))
@@ -239,7 +214,7 @@ def histogram(input: Tile, num_bins: int, mask: Any = None) -> Tile:
     """
     if len(input.shape) != 1 or not input.dtype.is_int():
         raise InvalidKernel(f"tl.histogram takes integers of rank 1, got {input!r}")
-    (bins,) = check_shape((static_int(num_bins),))
+    (bins,) = tile.check_shape((static_int(num_bins),))
     values = input.data.to(torch.int64)
     if mask is not None:
         values = values[to_tile(mask).data.expand(values.shape)]
@@ -313,15 +288,7 @@ def atomic_poll(
         if bool(equal) or role.time >= end:
             return equal
         scheduler.changes += timeout_ns is not None  # of the time
-        again(True)
-
-
-@_operation
-def expect_zero(x: Any, mask: Any) -> Any:
-    """Check that `x` is zero where the mask holds, as debug builds do."""
-    x = to_tile(x)
-    check((x == 0) | ~to_tile(mask), "tl.expect_zero")
-    return x
+        rewrite.again(True)
 
 
 @_operation
@@ -335,7 +302,7 @@ def make_tensor_descriptor(
     if isinstance(strides[-1], Tile):
         raise InvalidKernel("last stride of a descriptor must be the constant 1, got a value")
     sizes, steps = ([int(value) for value in values] for values in (shape, strides))
-    return Descriptor(base, sizes, steps, check_shape(block_shape), padding_option)
+    return Descriptor(base, sizes, steps, tile.check_shape(block_shape), padding_option)
 
 
 # Parts of a fp32 operand, and their fraction bits.
@@ -382,7 +349,7 @@ def dot(
         raise InvalidKernel(f"inner size of tl.dot must be 16, 32 for 8 bits, got {input!r}")
     current().report.dots += 1
     wide = {"int8": tl.int32, "fp64": tl.float64}.get(a.name, tl.float32)
-    x, y = (operand.data.to(held(wide)) for operand in (input, other))
+    x, y = (operand.data.to(tile.held(wide)) for operand in (input, other))
     if a.name == "fp32":
         parts, bits = _PRECISIONS[precision]
         xs, ys = _parts(x, parts, bits), _parts(y, parts, bits)
@@ -397,7 +364,7 @@ def dot(
             expected = f"{result}{list(summed.shape)}"
             raise InvalidKernel(f"acc of tl.dot must be {expected}, got {acc!r}")
         summed = summed + acc.data.to(summed.dtype)
-    return Tile(summed.to(held(result)), result)
+    return Tile(summed.to(tile.held(result)), result)
 
 
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -496,7 +463,7 @@ def abs_(x: Any) -> Tile:
 
 @_operation
 def clamp(x: Any, min: Any, max: Any, propagate_nan: Any = tl.PropagateNan.NONE) -> Tile:
-    result = minimum(maximum(x, min, propagate_nan), max, propagate_nan)
+    result = tile.minimum(tile.maximum(x, min, propagate_nan), max, propagate_nan)
     if not result.dtype.is_floating():
         raise InvalidKernel(f"tl.clamp takes floats, got {result!r}")
     return result
@@ -504,7 +471,7 @@ def clamp(x: Any, min: Any, max: Any, propagate_nan: Any = tl.PropagateNan.NONE)
 
 @_operation
 def fdiv(x: Any, y: Any, ieee_rounding: bool = False) -> Tile:
-    p, q, dtype = operands(to_tile(x), to_tile(y))
+    p, q, dtype = tile.operands(to_tile(x), to_tile(y))
     if not dtype.is_floating():
         raise InvalidKernel(f"tl.fdiv takes floats, got {dtype}")
     return tile.special(Tile(p / q, dtype))
@@ -513,7 +480,7 @@ def fdiv(x: Any, y: Any, ieee_rounding: bool = False) -> Tile:
 @_operation
 def fma(x: Any, y: Any, z: Any) -> Tile:
     x, y, z = (to_tile(value) for value in (x, y, z))
-    dtype = operands(cast(x, operands(x, y)[2]), z)[2]
+    dtype = tile.operands(cast(x, tile.operands(x, y)[2]), z)[2]
     if dtype.name == "fp64":
         raise Unsupported("tl.fma in fp64")
     return Tile(fused_multiply_add(*(cast(value, dtype).data for value in (x, y, z))), dtype)
@@ -530,7 +497,7 @@ def inline_asm_elementwise(
     device; here it is consecutive ones.
     """
     tiles = [to_tile(value) for value in args]
-    shape = common_shape(tiles)
+    shape = tile.common_shape(tiles)
     several = isinstance(dtype, (tuple, list))
     dtypes = dtype if several else (dtype,)
 
@@ -539,7 +506,7 @@ def inline_asm_elementwise(
 
     inputs = []
     for t in tiles:
-        data = t.data if tile.is_pointer(t) else to_raw(t.data, t.dtype)
+        data = t.data if tile.is_pointer(t) else tile.to_raw(t.data, t.dtype)
         columns = data.expand(shape).reshape(-1, pack).unbind(-1)
         step = lanes(t.dtype)
         inputs += [columns[i : i + step] for i in range(0, pack, step)]
@@ -551,11 +518,11 @@ def inline_asm_elementwise(
     for element, count in zip(dtypes, counts, strict=True):
         columns = [lane for register in registers[:count] for lane in register]
         registers = registers[count:]
-        if len(columns) != pack or columns[0].dtype != RAW[element.name]:
+        if len(columns) != pack or columns[0].dtype != tile.RAW[element.name]:
             raise InvalidKernel(f"inline assembly must return {pack} values of {element}")
         raw = torch.stack(torch.broadcast_tensors(*columns), -1)
         raw = raw.expand(math.prod(shape) // pack, pack).reshape(shape)
-        results.append(Tile(from_raw(raw, element), element))
+        results.append(Tile(tile.from_raw(raw, element), element))
     WORK[:] = work + issued * packs, WORK[1] + results_of_mufu * packs
     return tuple(results) if several else results[0]
 
@@ -564,7 +531,7 @@ def inline_asm_elementwise(
 def map_elementwise(scalar_fn: Callable, *args: Any, pack: int = 1) -> Any:
     """Apply the scalar function to whole tiles; one that branches on an element is refused."""
     tiles = [to_tile(value) for value in args]
-    shape = common_shape(tiles)
+    shape = tile.common_shape(tiles)
     if pack != 1:
         raise Unsupported(f"tl.map_elementwise with pack={pack}")
     return scalar_fn(*(t.like(t.data.expand(shape)) for t in tiles))
@@ -755,9 +722,9 @@ OPERATIONS.update(
     ),
     cast=lambda input, dtype, *rounding, **options: to_tile(input).to(dtype, *rounding, **options),
     _promote_bfloat16_to_float32=lambda t: cast(t, tl.float32) if t.dtype.name == "bf16" else t,
-    assume=lambda cond: check(cond, "tl.assume"),
+    assume=lambda cond: rewrite.check(cond, "tl.assume"),
     # Always, as with `debug=True` on a device.
-    device_assert=lambda cond, msg="", mask=None: check(
+    device_assert=lambda cond, msg="", mask=None: rewrite.check(
         cond if mask is None else to_tile(cond) | ~to_tile(mask), msg
     ),
     static_print=lambda *values, sep=" ", end="\n", **options: print(*values, sep=sep, end=end),
@@ -771,9 +738,9 @@ OPERATIONS.update(
     load_tensor_descriptor=Descriptor.load,
     store_tensor_descriptor=Descriptor.store,
     umulhi=lambda x, y: tile.upper_half(to_tile(x), to_tile(y)),
-    where=where,
-    minimum=minimum,
-    maximum=maximum,
+    where=tile.where,
+    minimum=tile.minimum,
+    maximum=tile.maximum,
     add=lambda x, y, sanitize_overflow=True: tile.add(x, y),
     sub=lambda x, y, sanitize_overflow=True: tile.sub(x, y),
     mul=lambda x, y, sanitize_overflow=True: tile.BINARY["mul"](x, y),
@@ -786,8 +753,8 @@ OPERATIONS.update(
     ),
     debug_barrier=lambda: None,
     condition=lambda condition, disable_licm=False: condition,
-    range=Range,
-    static_range=StaticRange,
+    range=rewrite.Range,
+    static_range=rewrite.StaticRange,
     constexpr=constant,
     tensor=Tile,
     tensor_descriptor=Descriptor,
@@ -815,7 +782,7 @@ for _name in _MEETING:
 # Operations that do more than compute a value.
 _ACTING = (
     *("load", "store", "advance", "make_tensor_descriptor", "load_tensor_descriptor"),
-    *("store_tensor_descriptor", "expect_zero", "assume", "device_assert", "device_print"),
+    *("store_tensor_descriptor", "assume", "device_assert", "device_print"),
 )
 for _name, _function in OPERATIONS.items():
     acts = _name in _ACTING or _name.startswith("atomic_")
@@ -824,8 +791,6 @@ for _name, _function in OPERATIONS.items():
 
 LANGUAGE = Namespace("tl", OPERATIONS, tl, tl.core, tl.standard, tl.random)
 LANGUAGE.__dict__["math"] = LANGUAGE
-
-
 LIBDEVICE = Namespace("libdevice", {}, libdevice)
 CUDA = Namespace(
     "tl.extra.cuda",
@@ -858,11 +823,7 @@ def _integer(value: Any) -> int:
 
 
 # Classes that callables of kernels stand for; Triton hands no constexpr to isinstance.
-_CLASSES = {
-    _integer: int,
-    OPERATIONS["constexpr"]: (),
-    OPERATIONS["block_type"]: tl.block_type,
-}
+_CLASSES = {_integer: int, OPERATIONS["constexpr"]: (), OPERATIONS["block_type"]: tl.block_type}
 
 
 def _isinstance(value: Any, kinds: Any) -> bool:
@@ -879,7 +840,7 @@ NAMES: dict[str, Any] = {
     "isinstance": _isinstance,
     "getattr": getattr,
     "hasattr": hasattr,
-    "range": Range,
+    "range": rewrite.Range,
     "print": device_print,
     "min": _extreme(min, OPERATIONS["minimum"]),
     "max": _extreme(max, OPERATIONS["maximum"]),

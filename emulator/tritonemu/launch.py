@@ -230,19 +230,17 @@ class Cta:
 class Launch:
     """One launch.
 
-    num_ctas: how many CTAs a program spans. pairs: whether MMAs are those of pairs of CTAs.
-    clusters: numbers of those that have not started, and may be cancelled. loops: turns of while
-    loops that each role has made. undecided: whether there is an `if` whose branches may disagree
-    about a type. masked: what lanes hold that a mask turns off and no `other` fills. undefined: the
-    loads that have left some so, and what else did, each with its name. strict: whether stores of
-    the value that is there may race. whole_storage: whether a kernel may use the memory around
-    a tensor that is a part of some. wide: whether a tensor has elements that an int32 cannot count.
-    together: the most clusters that ran at the same time.
-    start_next: starts a cluster beside those that run. partition_fences: whether fences are
-    demanded between partitions, and there only. threads: who judges what warps of one program do to
-    memory, None for nobody. placed: where the compiler puts the shared memory of Gluon, see
-    `ttgir.places`; compiled_bytes: how many bytes that takes, 0 if unknown; registers: how their
-    operands in registers lie, see there.
+    races, uninitialized, masked, strict: as in `execution.execute`; whole_storage: whether its
+    `bounds` are "storage". num_ctas: how many CTAs a program spans. pairs: whether MMAs are those
+    of pairs of CTAs. clusters: numbers of those that have not started, and may be cancelled. loops:
+    turns of while loops that each role has made. undecided: whether there is an `if` whose branches
+    may disagree about a type. undefined: the loads that have left undefined values, and what else
+    did, each with its name. wide: whether a tensor has elements that an int32 cannot count.
+    together: the most clusters that ran at the same time. start_next: starts a cluster beside those
+    that run. partition_fences: whether fences are demanded between partitions, and there only.
+    threads: who judges what warps of one program do to memory, None for nobody. placed: where the
+    compiler puts the shared memory of Gluon, see `ttgir.places`; compiled_bytes: how many bytes
+    that takes, 0 if unknown; registers: how their operands in registers lie, see there.
     """
 
     arch: str

@@ -145,7 +145,6 @@ class Memory:
         self._reachable: Sequence[torch.Tensor] = ()
         self._writers: dict[tuple[int, int], tuple[int, str, Location]] = {}
         self._same: set[tuple[Any, ...]] = set()
-        self._random = torch.Generator().manual_seed(0)
         self._again = False  # whether the store at hand changes what its program has loaded
 
     def last(self, region: Region, element: int) -> tuple[Any, tuple[str, Location] | None]:
@@ -437,8 +436,7 @@ class Memory:
             known.setdefault(location, what)
         numbers = dict(zip(known, range(1, MOST + 1), strict=False))
         mark = numbers.get(location, 0)
-        values = fills(dtype, shape, self._launch.masked, mark, self._random)
-        return values, (location, what)
+        return fills(dtype, shape, self._launch.masked, mark), (location, what)
 
     def _filled(
         self, raw: torch.Tensor, dtype: tl.dtype, shape: torch.Size, active: torch.Tensor | None,

@@ -102,6 +102,14 @@ def described(error: EmulatorError) -> str:
     return f"{type(error).__name__}{schedule}: {error}\n{explain(error)}"
 
 
+def painted(text: str, stream: Any) -> str:
+    """Colour the verdict, which comes first, if the stream is a terminal that wants colours."""
+    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    colour = 32 if text.startswith("nothing found") else 31
+    return re.sub(r"\A[^:;\n]+", rf"\033[1;{colour}m\g<0>\033[0m", text)
+
+
 def finding_as_json(error: EmulatorError, replay: str = "") -> dict[str, Any]:
     """Convert a finding to JSON values; its fields are in docs/api.md."""
     places = []

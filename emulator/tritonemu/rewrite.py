@@ -39,14 +39,7 @@ from triton.runtime.jit import JITFunction
 
 from . import suppressions
 from .aggregates import lowered
-from .errors import (
-    MARK,
-    DeviceAssertion,
-    InvalidKernel,
-    Unsupported,
-    current_location,
-    option,
-)
+from .errors import MARK, DeviceAssertion, InvalidKernel, Unsupported, current_location, option
 from .launch import current
 from .scheduler import Turn
 from .scopes import Scope

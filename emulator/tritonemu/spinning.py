@@ -54,11 +54,10 @@ def turned(launch: Launch, depth: int) -> None:
     role.spun, role.word = role.word, None
     if previous is None or previous[0] is not frame or previous[1:3] != role.turn[1:3]:
         return
-    if values.keys() != previous[3].keys():
-        return
     # Scalars first: a loop that counts differs there.
     names = sorted(values, key=lambda n: isinstance(values[n], Tile) and values[n].data.ndim)
-    if not all(_same(values[name], previous[3][name]) for name in names):
+    known = values.keys() == previous[3].keys()
+    if not (known and all(_same(values[name], previous[3][name]) for name in names)):
         return
     role.spins, role.spins_at = scheduler.changes, current_location()
     spinning = [role, *scheduler.ready]

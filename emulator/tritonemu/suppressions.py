@@ -7,19 +7,11 @@ kernel then goes on as if nothing had been found, and the report counts it with 
 import linecache
 import re
 
-from .errors import (
-    EmulatorError,
-    InvalidKernel,
-    Location,
-    MissingFence,
-    Race,
-    UndefinedValue,
-    UninitializedRead,
-)
+from .errors import EmulatorError, InvalidKernel, Location
 from .launch import Report
 
 # Findings after which a kernel can go on.
-KINDS = tuple(kind.__name__ for kind in (Race, MissingFence, UninitializedRead, UndefinedValue))
+KINDS = ("Race", "MissingFence", "UninitializedRead", "UndefinedValue")
 _COMMENT = re.compile(r"#\s*tritonemu:(.*)")
 _ALLOW = re.compile(r"\s*allow\(([\w\s,]*)\)[\s:]*(.*)")
 

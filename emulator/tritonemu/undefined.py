@@ -26,7 +26,7 @@ from .errors import Location, UndefinedValue, option
 from .launch import current
 from .tile import RAW, WORK, Tile, from_raw
 
-MODES = ("nan", "zero", "random")
+MODES = ("nan", "zero")
 # Marks that fit; all ones are not one of them, as a NaN without a mark has them, too.
 MOST = 62
 
@@ -44,19 +44,12 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 Source = tuple[Location, str]
 
 
-def fills(
-    dtype: tl.dtype, shape: torch.Size, mode: str, mark: int, random: torch.Generator
-) -> list[torch.Tensor]:
+def fills(dtype: tl.dtype, shape: torch.Size, mode: str, mark: int) -> list[torch.Tensor]:
     """Create undefined elements, in memory's representation: one tensor, or the three of an
     `Undefined`. mode: of MODES; mark: 0 for none."""
     raw = RAW[dtype.name]
     if mode == "zero":
         return [torch.zeros(shape, dtype=raw)]
-    if mode == "random" and raw.is_floating_point:
-        return [torch.randn(shape, generator=random).to(raw)]
-    if mode == "random":
-        bits = torch.randint(-(2**31), 2**31, shape, generator=random)
-        return [(bits % 2 if raw == torch.bool else bits).to(raw)]
     if dtype.name in _PATTERNS:
         pattern, shift = _PATTERNS[dtype.name]
         value = torch.tensor(pattern | mark << shift, dtype=_INTEGERS[raw.itemsize]).view(raw)

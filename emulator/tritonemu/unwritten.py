@@ -27,8 +27,6 @@ from .launch import Report
 
 _SKIPPED = tuple(os.path.join(os.path.dirname(file), "") for file in (__file__, torch.__file__))
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # that of Linux
 
 

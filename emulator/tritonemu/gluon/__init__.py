@@ -11,8 +11,7 @@ TLX. Where Gluon differs from TLX:
   a copy that writes what another one read or stored. Fork and join of `warp_specialize` order.
 - `tcgen05_mma` without barriers is asynchronous. A wgmma is waited for unless `is_async`.
 - Shared and tensor memory that no value names any more is used again, as it stands.
-- A program is a cluster of `num_ctas` CTAs, each with memory, barriers and a clock of its own, and
-  one instruction stream for all of them (see `ctas`).
+- A program is a cluster of `num_ctas` CTAs (see `ctas`).
 """
 
 import importlib

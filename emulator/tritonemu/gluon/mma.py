@@ -36,9 +36,7 @@ def warpgroup_mma(
     if performed(use_acc):
         previous = acc.result if isinstance(acc, mma.Pending) else to_tile(acc).data
     m, n = a.shape[0], b.shape[1]
-    result = torch.empty(m, n)
-
-    issued = []
+    result, issued = torch.empty(m, n), []
     for lane in in_ctas():
         # The rows of A that the CTA has (all if they are in registers), its columns of B.
         rows = a.box(lane.cta)[0] if isinstance(a, Sharded) else (0, m)
@@ -51,7 +49,6 @@ def warpgroup_mma(
 
 
 def warpgroup_mma_wait(num_outstanding: int = 0, deps: Any = ()) -> Any:
-
     waited = [[mma.async_dot_wait(num_outstanding, each) for _ in in_ctas()][0] for each in deps]
     return waited[0] if len(waited) == 1 else tuple(waited)
 

@@ -66,26 +66,22 @@ class Barriers:
         return self.live[number]
 
 
-def _alloc_barriers(number: int, count: int, threads: bool) -> Barriers:
+@op
+def alloc_barriers(num_barriers: int, arrive_count: int = 1, *, threads: bool = False) -> Barriers:
+    """Allocate barriers; threads: every thread of the arriving role arrives on them."""
     role = point()
-    barriers = Barriers(role.cta, len(role.cta.allocations), static_int(number))
+    barriers = Barriers(role.cta, len(role.cta.allocations), static_int(num_barriers))
     role.cta.reserve(8 * barriers.number)
     role.cta.allocate(barriers)
     for index in range(barriers.number):
-        barriers.init(index, role.clock, static_int(count), threads)
+        barriers.init(index, role.clock, static_int(arrive_count), threads)
     role.release()
     return barriers
 
 
 @op
-def alloc_barriers(num_barriers: int, arrive_count: int = 1) -> Barriers:
-    return _alloc_barriers(num_barriers, arrive_count, False)
-
-
-@op
 def alloc_warp_barrier(num_barriers: int, num_warps: int = 1, num_arrivals: int = 1) -> Barriers:
-    """Allocate barriers on which every thread of the arriving role arrives."""
-    return _alloc_barriers(num_barriers, num_warps * 32 * num_arrivals, True)
+    return alloc_barriers(num_barriers, num_warps * 32 * num_arrivals, threads=True)
 
 
 def counterpart(cta: Any, number: int) -> Any:
@@ -172,17 +168,13 @@ def _meet(bar: Any, arrive_count: int, wait: bool) -> None:
     named_barrier(role, int(bar)).arrive(role, int(arrive_count), wait)
 
 
-def _cluster() -> Any:
-    return current().role.cta.cluster
-
-
 for _name, _operation in {
     "named_barrier_wait": lambda bar, arrive_count: _meet(bar, arrive_count, True),
     "named_barrier_arrive": lambda bar, arrive_count: _meet(bar, arrive_count, False),
-    "cluster_barrier": lambda: _cluster().barrier.wait(point()),
+    "cluster_barrier": lambda: current().role.cta.cluster.barrier.count(point(), 1, wait=True),
     "remote_view": lambda barrier, remote_cta_rank: in_cta(single(barrier), int(remote_cta_rank)),
     "cluster_cta_rank": lambda: scalar(current().role.cta.rank, tl.int32),
-    "cluster_size_1d": lambda: scalar(len(_cluster().ctas), tl.int32),
+    "cluster_size_1d": lambda: scalar(len(current().role.cta.cluster.ctas), tl.int32),
     "fence_async_shared": lambda: current().role.fence(),
 }.items():
     op(_operation, _name)

@@ -14,7 +14,6 @@ found although it would have got the right bytes.
   all earlier ones are complete. Without a barrier, and without `force_async`, `async_dot` waits.
 - In a pair of CTAs the even one issues: `acc[cta] += A[cta] @ [B[even] | B[odd]]`, and commits
   arrive in both CTAs.
-
 - A fence lies between a store to shared memory and a copy that reads it, `async_store` or
   `async_remote_shmem_copy`. Before TMA stores and MMAs fbtriton 3.7.4 inserts it.
 - The memory and the barriers of a CTA are gone at its end. Only CTAs with MMAs of pairs wait for

@@ -10,15 +10,8 @@ from .. import language
 from ..buffers import Buffer
 from ..errors import InvalidKernel, OutOfBounds, Unsupported
 from ..launch import current
+from ..machine import sync
 from ..machine.copies import try_cancel
-from ..machine.sync import (
-    Barriers,
-    alloc_barriers,
-    barrier_arrive,
-    barrier_expect_bytes,
-    barrier_wait,
-    in_cta,
-)
 from ..machine.table import blackwell_only, op, point
 from ..machine.views import local_load
 from ..memory import Descriptor
@@ -31,8 +24,8 @@ from .allocations import local_alloc
 class LaunchControl:
     """`tlx.clc_create_context`: barriers and responses of the requests for another CTA's work."""
 
-    empty: Barriers
-    full: Barriers
+    empty: sync.Barriers
+    full: sync.Barriers
     responses: Buffer
 
 
@@ -40,8 +33,8 @@ class LaunchControl:
 def clc_create_context(num_consumers: int, num_stages: int = 1) -> LaunchControl:
     blackwell_only("clc_create_context")
     context = LaunchControl(
-        alloc_barriers(num_stages, num_consumers),
-        alloc_barriers(num_stages),
+        sync.alloc_barriers(num_stages, num_consumers),
+        sync.alloc_barriers(num_stages),
         local_alloc((4,), tl.int32, num_stages),
     )
     context.empty.call_it("clc_empty")
@@ -56,11 +49,11 @@ def clc_producer(
 ) -> None:
     rank = current().role.cta.rank
     if rank == 0 or not multi_ctas:
-        barrier_wait(context.empty[k], p_producer)
-    barrier_expect_bytes(context.full[k], 16)
+        sync.barrier_wait(context.empty[k], p_producer)
+    sync.barrier_expect_bytes(context.full[k], 16)
     if rank == 0 or not multi_ctas:
         ranks = range(len(current().role.cta.cluster.ctas))
-        try_cancel(context.responses[k], [in_cta(context.full[k], rank) for rank in ranks])
+        try_cancel(context.responses[k], [sync.in_cta(context.full[k], rank) for rank in ranks])
 
 
 @op
@@ -68,12 +61,12 @@ def clc_consumer(
     context: LaunchControl, p_consumer: Any = None, multi_ctas: bool = False, k: Any = 0,
     return_3d: bool = False,
 ) -> Any:  # fmt: skip
-    barrier_wait(context.full[k], p_consumer)
+    sync.barrier_wait(context.full[k], p_consumer)
     response = local_load(context.responses[k]).data
     x, y, z, valid = (int(value) for value in response)
     if valid:
         x += current().role.cta.rank
-        barrier_arrive(context.empty[k], 1, 0 if multi_ctas else None)
+        sync.barrier_arrive(context.empty[k], 1, 0 if multi_ctas else None)
     tiles = tuple(scalar(value, tl.int32) for value in (x, y, z))
     return tiles if return_3d else tiles[0]
 
