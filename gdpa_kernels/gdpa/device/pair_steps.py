@@ -104,13 +104,13 @@ def exchange_ds(role: tl.constexpr, part: tl.constexpr, ds, d, rank):
 
 @triton.jit
 def compute_p_and_ds(
-    role: tl.constexpr, s, p, dp, ds, phase, scale, head, row, key, rank, options, mask=(0, None)
+    role: tl.constexpr, s, p, dp, ds, phase, scale, head, row, key, mask, rank, options
 ):  # fmt: skip
     """P and dS of a math role's rows of a step, in two PARTs. Arrivals are on barriers of the
     leader, which issues the MMAs that read them."""
     tlx.barrier_wait(s.full[0], phase)
-    slope = store_p(role, 0, s, p, scale, head, row, key, options, mask)
-    second_slope = store_p(role, 1, s, p, scale, head, row, key, options, mask)
+    slope = store_p(role, 0, s, p, scale, head, row, key, mask, options)
+    second_slope = store_p(role, 1, s, p, scale, head, row, key, mask, options)
     tlx.barrier_arrive(p.full[0], 1, remote_cta_rank=0)
     tlx.barrier_wait(dp.full[0], phase)
     d = store_ds(role, 0, dp, ds.for_dk, slope, options)

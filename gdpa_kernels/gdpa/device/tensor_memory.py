@@ -30,7 +30,7 @@ PART = tl.constexpr(HALF.value // 2)  # in registers at a time
 
 @triton.jit
 def store_p(
-    role: tl.constexpr, part: tl.constexpr, s, p, scale, head, row, key, options, mask=(0, None)
+    role: tl.constexpr, part: tl.constexpr, s, p, scale, head, row, key, mask, options
 ):  # fmt: skip
     """Store P of a part of a role's rows, [keys, rows], over its S; return the slope, from which
     `store_ds` computes dS. row: the role's first; mask: of `key_tiles`."""

@@ -156,8 +156,8 @@ def math(
             head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
             row += role * HALF
             tlx.barrier_wait(s.full[0], (count + step) & 1)
-            slope = store_p(role, 0, s, p, scale, head, row, key, options)
-            slope_of_second = store_p(role, 1, s, p, scale, head, row, key, options)
+            slope = store_p(role, 0, s, p, scale, head, row, key, (0, None), options)
+            slope_of_second = store_p(role, 1, s, p, scale, head, row, key, (0, None), options)
             tlx.barrier_arrive(p.full[0])
             tlx.barrier_wait(dp.full[0], (count + step) & 1)
             store_ds(role, 0, dp, ds, slope, options)

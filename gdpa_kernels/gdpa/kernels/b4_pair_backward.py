@@ -245,8 +245,9 @@ def math(
             head, row = head_and_row(step, steps, start, head_k, options.GROUP, ROWS)
             row += role * HALF
             compute_p_and_ds(
-                role, s, p, dp, ds, (count + step) & 1, scale, head, row, key, rank, options
-            )
+                role, s, p, dp, ds, (count + step) & 1, scale, head, row, key, (0, None), rank,
+                options,
+            )  # fmt: skip
         count += steps * options.GROUP
         tlx.barrier_wait(sums_full[0], phase)
         if role == 0:

@@ -307,7 +307,7 @@ def math(role: tl.constexpr, s, p, dp, ds, list_ptr, segments_ptr, scale, option
             head, row = row_of_step(step, steps, span, head_k, ROWS, options)
             row += role * HALF
             compute_p_and_ds(
-                role, s, p, dp, ds, (count + step) & 1, scale, head, row, key, rank, options, mask
+                role, s, p, dp, ds, (count + step) & 1, scale, head, row, key, mask, rank, options
             )
         count += steps * options.GROUP
 
