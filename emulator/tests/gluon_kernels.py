@@ -543,3 +543,34 @@ def kept_by_loop(target, y):
         sends_ones(target, first)
         second = gl.allocate_shared_memory(gl.float32, [64, 32], S)
         stores_twos(y, second)
+
+
+@gluon.jit
+def two_barrier_arrays(y):
+    """Barriers in the second row of a buffer lie beside those in the first."""
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    L: gl.constexpr = mbarrier.MBarrierLayout()
+    memory = gl.allocate_shared_memory(gl.int64, [2, 2], S)
+    first = memory.index(0).reinterpret(gl.int64, [2, 1], L)
+    second = memory.index(1).reinterpret(gl.int64, [2, 1], L)
+    for i in gl.static_range(2):
+        mbarrier.init(first.index(i), count=1)
+        mbarrier.init(second.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.arrive(second.index(i), count=1)
+        mbarrier.wait(second.index(i), 0)
+    gl.store(y, 1.0)
+
+
+@gluon.jit
+def undefined_address(x, y, n):
+    """The pointers of a copy come from a masked load without `other`."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tile = gl.allocate_shared_memory(gl.float32, [128], S)
+    i = gl.arange(0, 128, L)
+    j = gl.load(n + i, mask=i < 100)
+    async_copy.async_load(tile, x + j)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    gl.store(y + i, tile.load(L))

@@ -16,6 +16,7 @@ from tritonemu import (
     OutOfBounds,
     Race,
     ResourceLimit,
+    UndefinedValue,
     UninitializedRead,
     run,
 )
@@ -362,3 +363,13 @@ def test_the_compiler_makes_as_many(name):
     assert counts["copy"] == times * ran["copy"] and counts["store"] == times * ran["store"]
     assert counts["arrive"] + counts["TMA load"] // times == ran["arrive"]
     assert counts["mma"] == INSTRUCTIONS_OF_AN_MMA * report.dots
+
+
+def test_barriers_of_a_part_of_a_buffer_are_others_than_those_before_it():
+    run(kernels.two_barrier_arrays, (1,), torch.zeros(1), arch="sm_90")
+
+
+def test_a_copy_from_an_undefined_address_is_found():
+    x, y, index = normal(128, dtype=F32), torch.zeros(128), torch.zeros(128, dtype=torch.int32)
+    with pytest.raises(UndefinedValue, match="an address"):
+        run(kernels.undefined_address, (1,), x, y, index, arch="sm_90")

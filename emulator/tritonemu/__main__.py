@@ -70,9 +70,10 @@ def _seconds(text: str) -> float:
 
 def _schedule(text: str) -> str:
     try:
-        return str(order_of(text)) and text
+        order_of(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def split(target: str) -> tuple[str, str | None]:
@@ -214,10 +215,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     except argparse.ArgumentTypeError as error:
         parser.error(str(error))
     if name is not None:
-        arguments = [*arguments[: len(arguments) - len(rest) - 1], *rest, target]
-    options = parser.parse_args(arguments)
-    if name is not None and options.target != target:
-        parser.error(f"{target} takes no arguments, got {options.target!r}")
+        leading = arguments[: len(arguments) - len(rest) - 1]
+        options = parser.parse_args([*leading, *rest, target])
+        if options.target != target:
+            parser.error(f"{target} takes no arguments, got {options.target!r}")
     options.path, options.name, options.function = path, name, None
     return options
 

@@ -94,7 +94,7 @@ class MBarrier:
     observers: dict[Role, tuple[int, Location, Spot]] = field(default_factory=dict)
     waiters: list[tuple[Role, int, Location]] = field(default_factory=list)
     use: BarrierUse = field(init=False)
-    key: tuple[int, int, int] = ()
+    key: tuple[int, int, int] | None = None
     arrivals: list[Arrival] = field(default_factory=list)
     location: Location = field(default_factory=current_location)
     initialisers: Sequence[tuple[int, int]] = ()

@@ -1,14 +1,21 @@
 """Stand-in for Triton's `CompiledKernel`, returned by a launch or a warm-up."""
 
-from collections import namedtuple
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from .compiler import target_of
 from .launch import Report
 
-# The most used fields of Triton's metadata. shared: bytes of shared memory.
-Metadata = namedtuple("Metadata", "name shared num_warps num_stages num_ctas target")
+
+class Metadata(NamedTuple):
+    """The most used fields of Triton's metadata. shared: bytes of shared memory."""
+
+    name: str
+    shared: int
+    num_warps: int
+    num_stages: int
+    num_ctas: int
+    target: Any
 
 
 class _NoCode(dict):

@@ -313,7 +313,7 @@ class Deadlock(EmulatorError):
         barriers = (each for wait in waits for each in getattr(wait, "barriers", ()))
         self.barriers = tuple(dict.fromkeys(barriers))
         self.marks = tuple(role.mark(wait.location[1], wait.what, True) for role, wait in stuck)
-        lines = ("  {} at {}:{} {}".format(each.role, *each.location, each.what) for each in waits)
+        lines = (f"  {x.role} at {x.location[0]}:{x.location[1]} {x.what}" for x in waits)
         super().__init__("\n".join(["deadlock:", *lines]), waits[0].location)
 
 

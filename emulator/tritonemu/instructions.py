@@ -78,7 +78,7 @@ _APPROXIMATE = (
     *((f"rcp.approx{ftz}.f32", _F32, torch.reciprocal, 22) for ftz in ("", ".ftz")),  # 1 ulp
     *((f"sqrt.approx{ftz}.f32", _F32, torch.sqrt, 22) for ftz in ("", ".ftz")),  # 2^-23
     *((f"rsqrt.approx{ftz}.f32", _F32, torch.rsqrt, 22) for ftz in ("", ".ftz")),  # 2^-22.9
-    *((f"lg2.approx{ftz}.f32", _F32, torch.log2, 21) for ftz in ("", ".ftz")),  # or absolute, 2^-22
+    *((f"lg2.approx{ftz}.f32", _F32, torch.log2, 21) for ftz in ("", ".ftz")),  # 2^-22, or absolute
 )
 _FP32 = {
     "fma.rn": fused_multiply_add,

@@ -292,6 +292,14 @@ def atomic_poll(
 
 
 @_operation
+def expect_zero(x: Any, mask: Any) -> Any:
+    """Check that `x` is zero where the mask holds, as debug builds do."""
+    x = to_tile(x)
+    rewrite.check((x == 0) | ~to_tile(mask), "tl.expect_zero")
+    return x
+
+
+@_operation
 def make_tensor_descriptor(
     base: Tile, shape: Any, strides: Any, block_shape: Any, padding_option: str = "zero"
 ) -> Descriptor:
@@ -782,7 +790,7 @@ for _name in _MEETING:
 # Operations that do more than compute a value.
 _ACTING = (
     *("load", "store", "advance", "make_tensor_descriptor", "load_tensor_descriptor"),
-    *("store_tensor_descriptor", "assume", "device_assert", "device_print"),
+    *("store_tensor_descriptor", "expect_zero", "assume", "device_assert", "device_print"),
 )
 for _name, _function in OPERATIONS.items():
     acts = _name in _ACTING or _name.startswith("atomic_")

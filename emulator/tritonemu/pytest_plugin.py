@@ -50,9 +50,9 @@ def _emulated(config, schedule):
         yield reports
         remarks = Remarks()
         remarks.add(reports)
-        if test := tested():
-            for key in (*remarks.notes, *remarks.allowed, *remarks.unjudged):
-                config.stash[_FIRST].setdefault(key, f" (first in {test})")
+        first = f" (first in {test})" if (test := tested()) else ""
+        for key in (*remarks.notes, *remarks.allowed, *remarks.unjudged):
+            config.stash[_FIRST].setdefault(key, first)
         config.stash[_REMARKS].add(reports)
 
 

@@ -164,7 +164,8 @@ class Role:
         return clock
 
     def in_step(self) -> "Iterator[Role]":
-        """Yield the lanes of this branch, each as the running role until the next one."""
+        """Yield the lanes of this branch, each as the running role until the next one. Run it to
+        its end: after an exception the lane stays the running role, which is whose fault it is."""
         for lane in self.branch:
             lane.time = max(lane.time, self.time)
             self.scheduler.role = lane

@@ -216,8 +216,8 @@ class Threads:
             role.stored = role.epoch
         cells = region.cells(region.shadow.table(_STORES))
         cells[block.index] = self._number(access, block.size)
-        cells, positions = region.cells(region.shadow.table(_POSITIONS)), block.positions.int()
-        cells[block.index] = positions if cells.ndim == 1 else positions[:, None]
+        stored, positions = region.cells(region.shadow.table(_POSITIONS)), block.positions.int()
+        stored[block.index] = positions if stored.ndim == 1 else positions[:, None]
 
     def load(self, region: Any, block: Block, access: Access) -> None:
         """Raise Race if another thread stored what the running role loads, or if it stores it in an

@@ -24,7 +24,7 @@ class Verdict(Remarks):
 
     finding: the one that ended it, or None. reports: of the launches under its first schedule, or
     under that of the finding; what they tell beside it is in the fields of `Remarks`. covered: as
-    `Search.as_json`, without "exhausted" if the search did not come to its end. differs: the first
+    `Search.as_json`, "exhausted" false if the search did not come to its end. differs: the first
     schedule that gives other bits than the first one, "" without one. outputs: what the call
     returned under the first.
     """

@@ -38,9 +38,9 @@ class Config:
 
 def config_of(width: int, parts: int, backward: bool) -> Config:
     """Forward about 16 elements of each tensor in a thread, 8 of a head's rows, with which sm_80
-    would spill; not tuned. Backward one row of 4 elements a thread and 32 warps on a
-    multiprocessor, of the product alone 8 and 24: the fastest on an H200, or near it, of rows of
-    256 to 2,048. For longer ones 16 warps."""
+    would spill; not tuned. Backward a row at a time: with several parts 4 elements of it in a
+    thread and 32 warps on a multiprocessor, with one part 8 elements and 24 warps, the fastest on
+    an H200 or near it for 256 to 2,048 columns; more have 16 warps."""
     block = next_power_of_2(width)
     if backward:
         per_thread, warps = (4, 32) if parts > 1 else (8, 24)

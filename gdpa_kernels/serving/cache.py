@@ -123,7 +123,7 @@ class PagedCache:
 
         Args:
             begins: the positions of the first new tokens, for who has them from an earlier
-                `length`; None for where each history ends, which of an evicted user is 0.
+                `length`; None for where each history ends (0 for an evicted user).
             timestamps: int32 or int64 `[sum(counts)]` on the cache's device, the times of the new
                 tokens, user by user; given where the cache has times.
 

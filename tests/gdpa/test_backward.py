@@ -445,6 +445,8 @@ BLACKWELL = [impl for impl in BACKWARD if impl.startswith("b")]
 SHARED_Q = "needs cu_seqlens_q, got None: a shared q"
 # (rung, head_dim, change of the call, what it says)
 NEEDED = [
+    ("v4_warp_specialized_backward", 16, {}, "needs a head_dim over 16, got 16"),
+    ("v4_warp_specialized_backward", 24, {}, None),
     ("v7_wide_backward", 136, {}, None),
     ("v7_wide_backward", 128, {}, "needs a head_dim over 128, got 128"),
     *((impl, dim, {}, None) for impl in BLACKWELL for dim in (64, 128)),
@@ -469,7 +471,7 @@ def test_says_what_it_needs(impl, head_dim, change, text):
 DIMS = {
     **dict.fromkeys(PLAIN, (16, 24, 64, 80)),
     **dict.fromkeys(ROLES, (64, 128)),
-    "v4_warp_specialized_backward": (8, 32, 64, 96, 128),
+    "v4_warp_specialized_backward": (24, 32, 64, 96, 128),
     "v5_short_kv_backward": (128,),
     "v7_wide_backward": (136, 248, 256),
 }

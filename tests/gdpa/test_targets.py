@@ -81,7 +81,7 @@ BLACKWELL = {
     "forward": ("b6_pair_stream", "b7_split_stream"),
     "backward": ("b5_stream_backward", "b6_dq_once_backward"),
 }
-if DEVICE == "cuda":  # elsewhere only on an sm_100
+if DEVICE == "cuda":  # they are emulated alone
     BLACKWELL = dict.fromkeys(BLACKWELL, ())
 
 

@@ -258,8 +258,8 @@ FORMS = {
 
 @pytest.mark.parametrize("capability", (sweep(80), 90, sweep(100)))
 @pytest.mark.parametrize("name", FORMS)
-def test_rows_move_in_16_bytes_a_thread(name, capability):
-    """In backward of several parts in 8, which is faster."""
+def test_rows_move_in_wide_accesses(name, capability):
+    """16 bytes a thread; in backward of several parts 8, which is faster."""
     form, width = FORMS[name]
     x = torch.zeros(64, width, dtype=BF16)
     u = torch.zeros(64, 4 * width, dtype=BF16)[:, :width]
@@ -276,7 +276,7 @@ def test_rows_move_in_16_bytes_a_thread(name, capability):
         others = built.instructions["LDG"] - built.wide["LDG"]
         narrow = 4 + form.weights_of_heads * 8  # the mask's bytes, and numbers of rows and heads
         if launch.name == "norm_mul_backward_kernel" and form.parts > 1:
-            assert others <= 5 + narrow, launch.name
+            assert others <= 5 + narrow and built.instructions["STG"] <= 4, launch.name
             continue
         assert built.wide["LDG"] >= 2 and others <= narrow, launch.name
         assert built.instructions["STG"] - built.wide["STG"] <= 2, launch.name

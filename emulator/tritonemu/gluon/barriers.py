@@ -61,7 +61,7 @@ def _arrive(
     mbarrier: Sharded, count: int, pred: Any, from_cta: Any, num_bytes: int | None = None
 ) -> None:
     """Arrive in each CTA at its own barrier; with from_cta once per value of the other bits."""
-    sent = 0 if from_cta is None else current().num_ctas - 1 & ~static_int(from_cta)
+    sent = 0 if from_cta is None else (current().num_ctas - 1) & ~static_int(from_cta)
     location = current_location()
     for lane in in_ctas():
         point()

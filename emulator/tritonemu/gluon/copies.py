@@ -12,7 +12,7 @@ from ..errors import Unsupported, current_location
 from ..language import make_tensor_descriptor as make_descriptor
 from ..launch import current
 from ..machine import copies, views
-from ..machine.table import blackwell_only, point
+from ..machine.table import blackwell_only, point, uncharged
 from ..memory import REDUCTIONS
 from ..rewrite import static_int
 from ..scheduler import Role
@@ -102,6 +102,7 @@ TMA = {
 }
 
 
+@uncharged
 def cp_async(
     smem: Any, pointer: Any, mask: Any = None, cache_modifier: Any = None,
     eviction_policy: Any = None, volatile: bool = False, cache_policy: Any = None,

@@ -214,4 +214,6 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 def cut(tile: Any, box: Box) -> Any:
     """Cut the box out of a tile; scalars and other values stay whole."""
-    return tile.like(tile.data[slices(box)]) if isinstance(tile, Tile) and tile.shape else tile
+    if not isinstance(tile, Tile) or tuple(tile.shape) in ((), tuple(size for _, size in box)):
+        return tile
+    return tile.like(tile.data[slices(box)])

@@ -18,7 +18,7 @@ from ..errors import BarrierMisuse, InvalidKernel, OutOfBounds, Race, Unsupporte
 from ..launch import current
 from ..machine import copies, views
 from ..machine.sync import Barriers, remote
-from ..machine.table import blackwell_only, point
+from ..machine.table import blackwell_only, point, uncharged
 from ..rewrite import static_int
 from ..scheduler import Operation, Role
 from ..tile import Tile, held, to_tile
@@ -206,6 +206,7 @@ class Sharded:
         self._whole()
         return Sharded(view, self.sharding)
 
+    @uncharged
     def load(self, layout: Any = None) -> Tile:
         """Load each CTA's registers by this layout, from the CTAs that have the data."""
         has = sharding_of(layout, self.shape) or self._whole().sharding
@@ -222,12 +223,14 @@ class Sharded:
         """Return a name for a layout: values do not depend on it."""
         return ("tensor memory", self.view.shape, instr_variant)
 
+    @uncharged
     def store(self, value: Any, pred: Any = True) -> None:
         layout = self.sharding if self.slices is None else registers(self.shape)
         for lane in in_ctas() if bool(pred) else ():
             for box, view in self._parts(lane, layout.box(self.shape, lane.cta.rank)):
                 views.local_store(view, cut(value, box))
 
+    @uncharged
     def async_store(self, value: Any, barrier: Any) -> None:
         """Store registers asynchronously from their owners, counted on the receiver's barrier."""
         layout = registers(self.shape)
@@ -252,10 +255,13 @@ class Sharded:
             here = ((places >= first) & (places < first + size)).all(1)
             if bool(here.any()):
                 low, high = places[here].aminmax(dim=0)
+                if self.view.laid:  # its parts are not boxes
+                    low, high = first, first + size - 1
                 box = tuple(zip(low.tolist(), (high - low + 1).tolist(), strict=True))
                 ((_, view),) = self._parts(lane, box)
                 yield positions[here].unbind(1), (places[here] - low).unbind(1), view
 
+    @uncharged
     def gather(self, indices: Tile, axis: int) -> Tile:
         data = torch.zeros(indices.shape, dtype=held(self.view.dtype))
         for lane in in_ctas():
@@ -263,6 +269,7 @@ class Sharded:
                 data[here] = views.local_load(view).data[inside]
         return Tile(data, self.view.dtype)
 
+    @uncharged
     def scatter(self, values: Tile, indices: Tile, axis: int) -> None:
         value, index = torch.broadcast_tensors(to_tile(values).data, indices.data)
         for lane in in_ctas():
@@ -274,7 +281,8 @@ class Sharded:
     def index(self, index: Any) -> "Sharded":
         if type(self.layout) is MBarrierLayout:
             # Its bounds are checked on use: it may be of no barrier where nothing is performed.
-            return self._same(replace(self.view, shape=(1,), strides=(1,), offset=int(index)))
+            offset = self.view.offset + int(index)
+            return self._same(replace(self.view, shape=(1,), strides=(1,), offset=offset))
         return self._same(self.view[index])
 
     def slice(self, start: Any, length: Any, dim: int | None = None) -> "Sharded":

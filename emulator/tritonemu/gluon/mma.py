@@ -49,7 +49,11 @@ def warpgroup_mma(
 
 
 def warpgroup_mma_wait(num_outstanding: int = 0, deps: Any = ()) -> Any:
-    waited = [[mma.async_dot_wait(num_outstanding, each) for _ in in_ctas()][0] for each in deps]
+    waited = []
+    for each in deps:
+        for _ in in_ctas():  # what was issued for all of them is one object
+            result = mma.async_dot_wait(num_outstanding, each)
+        waited.append(result)
     return waited[0] if len(waited) == 1 else tuple(waited)
 
 

@@ -7,6 +7,8 @@
 | activations, derivatives, custom    | the activation and its slope; registered ones              |
 | polynomial                          | the activation on FMA units; forward on Blackwell          |
 | masks, segments                     | causal and window masks; HSTU's contexts and targets       |
+| key_tiles, query_tiles              | the walk of all masks: rows of keys, backward; keys of     |
+|                                     | rows, forward                                              |
 | bias_tiles, bias_gradient           | a relative bias; the gradients of its tables               |
 | pointer_tiles, pages                | loads of plain kernels; of keys in pages                   |
 | sums, pair_streams                  | partial outputs; the launch of forward b6 and b7           |

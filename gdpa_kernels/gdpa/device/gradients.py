@@ -119,7 +119,8 @@ def launch_gradients(
 
     The kernel takes the descriptors `loads`; those of dq, dk and dv, in `boxes` of (rows, width,
     None for the whole head_dim); `work`; scale and output_scale; and those constants of `batch` and
-    `config` that it has a parameter for, q_stages as Q_STAGES, and FOLD only where `foldable`.
+    `config` that it has a parameter for, q_stages as Q_STAGES, and FOLD only where
+    `foldable`; `constants` come before those.
     adds: dq is a sum in fp32, which starts from zero and is rounded by a kernel after this one.
     """
     fold = getattr(config, "fold", True) and foldable(batch.activation, batch.dtype)

@@ -2,7 +2,7 @@
 by step, and zeros in P and dS where a pair does not count.
 
 A mask is (position of row 0, `Segments` or None), as `entry_mask` returns it; options: GROUP, FOLD,
-CAUSAL, WINDOW, LOWER_RIGHT and SEGMENTS.
+CAUSAL, WINDOW and those of `entry_mask`. Rungs without segments pass (0, None).
 """
 
 import triton
@@ -54,7 +54,7 @@ def mask_step(p, slope, row, key, mask, options, ASKS: tl.constexpr = False):
             seen = sees(i, j, segments)
             p = tl.where(seen, p, 0.0)
             slope = tl.where(seen, slope, -1.0 if options.FOLD else 0.0)
-    elif not (ASKS and all_visible(row, key, ROWS, KEYS, options.CAUSAL, options.WINDOW)):
+    elif not (ASKS and all_visible(position, key, ROWS, KEYS, options.CAUSAL, options.WINDOW)):
         p = mask_transposed(p, row, key - shift, options.CAUSAL, options.WINDOW)
         slope = mask_slope(slope, row, key - shift, options.CAUSAL, options.WINDOW, options.FOLD)
     return p, slope

@@ -1,8 +1,8 @@
 """A tile of queries under any mask, for the forward rungs that stream keys by: the blocks of keys
 that it sees, and zeros where a pair does not count. key_tiles.py is the same for tiles of keys.
 
-options: BLOCK_N, CAUSAL, WINDOW and SEGMENTS; a mask is (position of row 0, `Segments` or None), as
-`entry_mask` returns it.
+A mask is (position of row 0, `Segments` or None), as `entry_mask` returns it; options: BLOCK_N,
+CAUSAL, WINDOW and those of `entry_mask`.
 """
 
 import triton
@@ -55,7 +55,7 @@ def mask_segments(x, position, first_key, segments):
 def mask_pairs(x, row, first_key, mask, options):
     """x [rows, keys] with zeros where a pair does not count."""
     shift, segments = mask
-    if options.SEGMENTS:
+    if segments is not None:
         x = mask_segments(x, row + shift, first_key, segments)
     else:
         x = mask_probabilities(x, row + shift, first_key, options.CAUSAL, options.WINDOW)

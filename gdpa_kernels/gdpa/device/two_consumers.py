@@ -49,9 +49,9 @@ def columns_of(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128
 
 
-def rows_of(columns: int) -> int:
+def rows_of(head_dim: int) -> int:
     """Rows of a step: a consumer's half of their dQ is [64, 64]."""
-    return 2 * 64 * 64 // columns
+    return 2 * 64 * 64 // columns_of(head_dim)
 
 
 @triton.jit
@@ -86,9 +86,9 @@ def store_ds(ds, ds_tile, d, count):
 
 @triton.jit
 def dq_product(role: tl.constexpr, ds, k, k_buffer, count, options):
-    """dS K of a step, in flight: the role's half of the columns, at head_dim 64 of the rows. One of
-    ROWS and HEAD_DIM is 64 and not divided; the other is 128. k_buffer: of the keys of role 0;
-    those of role 1 follow."""
+    """dS K of a step, in flight: the role's half of 128 columns, or of 64 columns half of the rows.
+    One of ROWS and HEAD_DIM is 64 and not divided; the other is 128. k_buffer: of the keys of role
+    0; those of role 1 follow."""
     tl.static_assert(options.ROWS * options.HEAD_DIM == 128 * 64)
     ROW: tl.constexpr = role * (options.ROWS - 64)
     COLUMN: tl.constexpr = role * (options.HEAD_DIM - 64)

@@ -35,9 +35,9 @@ Why it may not: rows that see no key are computed too; dQ is scaled and converte
 | s.full          | 1 (commit to both) | S -> math                                              |
 | p.full          | 4, 2 of each CTA   | math, P is in TMEM and S was read -> mma, dV           |
 | dp.full         | 1 (commit to both) | dP -> math                                             |
-| ds.keys.full    | 4, 2 of each CTA   | math, dS is in TMEM and dP was read -> mma, dK         |
+| ds.for_dk.full  | 4, 2 of each CTA   | math, dS is in TMEM and dP was read -> mma, dK         |
 | ds.peer.full    | 1 and bytes        | math of the peer, dS of this CTA's rows -> mma         |
-| ds.rows.full    | 3                  | a math role of each CTA, its dS is in shared memory;   |
+| ds.for_dq.full  | 3                  | a math role of each CTA, its dS is in shared memory;   |
 |                 |                    | mma of the peer, its ds.peer.full is done -> mma, dQ   |
 | dq.full         | 1 (commit to both) | dQ -> output                                           |
 | dq.empty        | 2, 1 of each CTA   | output, dQ is in registers -> mma, the next dP         |

@@ -3,7 +3,8 @@
 Changes from v2_fused_backward: warp specialization, in a persistent kernel over tiles of 128 keys.
 Each consumer keeps dK and dV of its keys in registers and computes S and dP as [keys, rows]: P and
 dS are then A operands in the layout that they have. dS goes through shared memory to the other
-consumer, and each computes half of dQ: of the columns, at head_dim 64 of the 128 rows of a step.
+consumer, and each computes half of dQ: of 128 columns, or of the 128 rows of a step of 64 columns.
+Columns of a tile beyond head_dim are zero.
 
 Why it should help: a step of 64 rows is 2,560 clocks of the tensor cores at head_dim 128 and 770 of
 issue slots for the activation, and one consumer's activation overlaps with the other's MMAs.
@@ -77,6 +78,14 @@ from gdpa_kernels.gdpa.device.work_list import ZigzagRecipe, entry, key_list_rec
 Config = TicketConfig
 
 
+def call_problem(batch: Batch) -> str | None:
+    """The reason why this rung cannot take a call, beyond `Requires`; None if it can. With fewer
+    columns than 24 the plain kernels are faster."""
+    if batch.head_dim <= 16:
+        return f"needs a head_dim over 16, got {batch.head_dim}"
+    return None
+
+
 def default_config(batch: Batch) -> Config:
     """Tickets where they pay."""
     programs = multiprocessors(batch.device)
@@ -92,13 +101,13 @@ def work_list_recipe(batch: Batch, config: Config) -> ZigzagRecipe | TicketRecip
     """The list of tiles of keys, those with the most queries first."""
     if config.tickets:
         return ticket_recipe(batch, TILE.value, multiprocessors(batch.device), transposed=True)
-    return key_list_recipe(batch, TILE.value, rows_of(columns_of(batch.head_dim)))
+    return key_list_recipe(batch, TILE.value, rows_of(batch.head_dim))
 
 
 @triton.aggregate
 class Options:
-    """The constants that the roles share. ROWS: of a step. ASKS: a step that is seen whole is not
-    masked; with a shift the test would spill."""
+    """The constants that the roles share. ROWS: of a step. HEAD_DIM: `columns_of` it. ASKS: a step
+    that is seen whole is not masked; with a shift the test would spill."""
 
     GROUP: tl.constexpr
     ROWS: tl.constexpr
@@ -306,7 +315,7 @@ def backward(
     """(dq, dk, dv), shaped as q, k and v, contiguous; grad_out may have any strides."""
     config, columns = config or default_config(batch), columns_of(batch.head_dim)
     (entries,) = work_list or work_list_recipe(batch, config).make(*batch.offsets)
-    rows = rows_of(columns)
+    rows = rows_of(batch.head_dim)
     boxes = (64, 64), (KEYS.value, columns), (KEYS.value, columns)
     loads = tile_descriptors(grad_out, batch, rows, KEYS.value, columns)
     return launch_gradients(
