@@ -78,9 +78,9 @@ def examine(path: str, programs: int, seconds: int, masked: str) -> None:
         return Report(opened.arch)
 
     def answer(ended: str) -> NoReturn:
-        told = Remarks()
-        told.add(reports)
-        result = {"ended": ended, "kernels": messages, "remarks": told.lines()}
+        summary = Remarks()
+        summary.add(reports)
+        result = {"ended": ended, "kernels": messages, "remarks": summary.lines()}
         print("\n" + MARK + json.dumps(result), flush=True)
         os._exit(0)
 

@@ -116,9 +116,9 @@ def remarks(reports: Any) -> str:
     """Name the barriers that did not go through both parities."""
     from tritonemu.messages import Remarks, unwrapped_line
 
-    told = Remarks()
-    told.add(reports)
-    return "; ".join(unwrapped_line(*key, what) for key, what in told.unwrapped.items())
+    summary = Remarks()
+    summary.add(reports)
+    return "; ".join(unwrapped_line(*key, what) for key, what in summary.unwrapped.items())
 
 
 def report_unjudged(lines: Sequence[str]) -> None:

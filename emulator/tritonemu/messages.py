@@ -165,7 +165,7 @@ def unwrapped_line(kernel: str, barrier: str, missing: str) -> str:
 
 @dataclass
 class Remarks:
-    """What launches tell beside their findings.
+    """Notes of launches beside their findings.
 
     notes: what may be meant so. allowed: how often a comment allowed each (kind, file, line,
     reason). unjudged: how often each (file, line, question) could not be judged. barriers: use of

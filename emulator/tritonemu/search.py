@@ -71,7 +71,7 @@ class Search:
 
     @property
     def exhausted(self) -> bool:
-        """Whether no other interleaving is left."""
+        """True if no other interleaving is left."""
         return self._tree.exhausted
 
     def as_json(self) -> dict[str, Any]:

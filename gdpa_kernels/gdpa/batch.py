@@ -148,7 +148,7 @@ class Batch(BaseBatch):
 
     @property
     def segment_options(self) -> dict[str, object]:
-        """What kernels take of contexts and targets."""
+        """Arguments of kernels for contexts and targets."""
         return {
             "segments_ptr": self.segments, "TARGET_GROUP": self.mask.target_group_size,
             "FULL_ROWS": self.mask.full_rows, "OWN_RANKS": self.mask.target_ranks == "own",

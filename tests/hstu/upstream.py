@@ -173,7 +173,7 @@ class Clones:
         return layer(batch)
 
     def attention(self, case: Attention, q, k, v) -> torch.Tensor:
-        """What FBGEMM's reference gives for a call."""
+        """Results of FBGEMM's reference for a call."""
         rows, none = case.queries or case.lengths, (0,) * len(case.lengths)
         contexts, targets = (
             torch.tensor(counts or none, dtype=torch.int32)
@@ -204,7 +204,7 @@ class Clones:
         return dict(zip(("out", "q", "k", "v"), (out.detach(), *gradients), strict=True))
 
     def recorded(self) -> dict[str, dict[str, torch.Tensor]]:
-        """What recorded.npz holds, by the names of the cases."""
+        """Contents of recorded.npz, by the names of the cases."""
         layers = {name: self.results(case) for name, case in LAYERS.items()}
         return layers | {name: self.attention_results(case) for name, case in ATTENTION.items()}
 

@@ -41,8 +41,8 @@ def row_of_step(step, steps, span, head_k, ROWS: tl.constexpr, options):
 
 @triton.jit
 def mask_step(p, slope, row, key, mask, options, ASKS: tl.constexpr = False):
-    """P and the slope [keys, rows], masked. ASKS: a tile that is seen whole is not; with segments
-    none is."""
+    """P and the slope [keys, rows], masked. ASKS: test first whether the tile is seen whole, and
+    needs no mask, as is always done with segments."""
     shift, segments = mask
     position = row + shift
     KEYS: tl.constexpr = p.shape[0]
